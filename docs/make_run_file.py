@@ -34,27 +34,27 @@ HEAD = """\
 <!-- Written by docs/make_run_file.py from the schema. Change the docstrings in
      src/isles/config/sections/, then run it again; tests/unit/test_docs.py compares. -->
 
-For looking up a key: one YAML file describes a whole run, and this page lists all of its keys.
-`isles init` writes a file to start from. `isles config show run.yaml` prints every value and where
-it came from: a line of the file, the command line, or a default. `isles config schema` prints a
-JSON schema, which many editors use to complete and check keys while you type.
+Look up any key of the run file, the YAML file that describes a whole run. `isles init` writes a
+first one. `isles config show run.yaml` prints every value and its origin: a line of the file, the
+command line, or a default. `isles config schema` prints a JSON schema, which many editors use to
+complete and check keys.
 
-## How it is read
+## How isles reads the file
 
-- **YAML 1.2.** `4e-4` is a number, `on` and `no` are text, only `true` and `false` are truth
-  values. Anchors work; merge keys (`<<`) do not. The file cannot run code.
+- **The format is YAML 1.2.** `4e-4` is a number, `on` and `no` are text, and only `true` and
+  `false` are booleans. Anchors work, but merge keys (`<<`) do not. The file cannot run code.
 - **A time has a unit**: `90s`, `20m`, `23h30m`, `2d` or `12:30:00`.
 - **On the command line**, `key.path=value` replaces a value, such as
-  `isles train run.yaml training.max_steps=500`. Items of a list are numbered from 0:
-  `data.sources.0.path=notes.txt`. Values are YAML as well: `'track=[jsonl]'`.
-- **Unknown keys are refused**, with the nearest name; for a key of another tool, such as
-  `per_device_train_batch_size` or `lr`, with isles' name for it.
-- **Every issue is reported at once**, each with the file, the line, the key and a fix.
-- **Values are never changed** by the checks. What follows from them, such as the number of ranks,
-  is shown under `# derived` by `isles config show`.
+  `isles train run.yaml training.max_steps=500`. List items have numbers from 0:
+  `data.sources.0.path=notes.txt`. Values are YAML too: `'track=[jsonl]'`.
+- **isles refuses unknown keys**, and suggests the nearest name. For a key of another tool, such as
+  `per_device_train_batch_size` or `lr`, the error names the isles key.
+- **One run reports all issues**, each with the file, the line, the key and a fix.
+- **The checks never change a value.** `isles config show` lists derived values, such as the number
+  of ranks, under `# derived`.
 
-Only `model`, `data` and a length (`training.max_steps`, `num_train_epochs` or `max_time`) must be
-given.
+You must give only `model`, `data` and a length (`training.max_steps`, `num_train_epochs` or
+`max_time`).
 
 ## At the top
 """
@@ -62,65 +62,66 @@ given.
 RULES = """\
 ## Rules between keys
 
-These are checked before anything is started, together with the types above:
+isles checks these rules and the types above before it starts anything:
 
-- One of `training.max_steps`, `training.num_train_epochs` and `training.max_time` is given, and not
+- Give one of `training.max_steps`, `training.num_train_epochs` and `training.max_time`, but not
   both of the first two. `max_time` alone needs `lr_scheduler_type: constant`, since the other
-  shapes need to know the last step.
-- `training.warmup_steps` is smaller than `training.max_steps`; `training.decay_steps` belongs to
-  `wsd`, and fits behind the warm-up.
+  shapes depend on the last step.
+- `training.warmup_steps` is smaller than `training.max_steps`. `training.decay_steps` needs `wsd`,
+  and must fit after the warm-up.
 - `training.global_batch_size` is at least the number of data-parallel ranks, and a multiple of
-  `training.micro_batch_size` where that is a number; with `balance: even`, of the two multiplied.
-  The message names the two nearest that are.
-- A shape shipped with isles has no weights: it needs `model.init: scratch`. It has no tokenizer
-  either: give `tokenizer.train_vocab_size` or `tokenizer.name_or_path`.
-- `tokenizer.train_vocab_size` goes with `model.init: scratch` only: weights that exist belong to
-  the tokenizer that they were trained with.
-- Either every source has a `weight`, or none has. A `fake` source stands alone.
-- A key of `strategy` with another value than its default must mean something: `shard_size` only
-  with `HYBRID_SHARD`, `cp_method` with `cp_size`, `pp_schedule` with `pp_size`, `nvme_path` with an
-  offload to nvme, and ddp's own keys only where nothing is cut (`tp_size` and `pp_size` 1).
-- The ranks are a multiple of `tp_size` x `cp_size` x `pp_size`. `cp_size` divides
-  `data.seq_length`, and needs `attn_implementation: sdpa`; `pp_size` goes with every precision but
-  `fp16-mixed`.
-- `offload_param` and an offload of the optimizer to nvme need `zero_stage: 3`; an offload to nvme
-  needs `nvme_path`. Neither `muon` nor `bf16-true` goes with `deepspeed`, and what a `config_file`
-  says must not contradict the run file.
+  `training.micro_batch_size` if that is a number. With `balance: even` it is a multiple of the
+  product of both. The error names the two nearest valid sizes.
+- A shape shipped with isles has no weights and no tokenizer. It needs `model.init: scratch`, and
+  `tokenizer.train_vocab_size` or `tokenizer.name_or_path`.
+- `tokenizer.train_vocab_size` needs `model.init: scratch`, since pretrained weights depend on their
+  own tokenizer.
+- Either every source has a `weight`, or no source has one. A `fake` source must be the only source.
+- A key of `strategy` with another value than its default must have an effect: `shard_size` needs
+  `HYBRID_SHARD`, `cp_method` needs `cp_size`, `pp_schedule` needs `pp_size`, and `nvme_path` needs
+  an offload to nvme. The keys of ddp itself need `tp_size` and `pp_size` of 1.
+- The number of ranks is a multiple of `tp_size` x `cp_size` x `pp_size`. `cp_size` divides
+  `data.seq_length`, and needs `attn_implementation: sdpa`. `pp_size` works with every precision
+  except `fp16-mixed`.
+- `offload_param` and an offload of the optimizer to nvme need `zero_stage: 3`. An offload to nvme
+  needs `nvme_path`. `deepspeed` supports neither `muon` nor `bf16-true`, and its `config_file` must
+  not contradict the run file.
 
-These need the model's `config.json`. Where it is on this machine they are checked before the start
-too, otherwise by the ranks:
+More rules need the model's `config.json`. isles checks them before the start if the file is on this
+machine; otherwise the ranks check them:
 
 - `data.seq_length` is at most the model's `max_position_embeddings`.
-- `tp_size` divides its attention heads, key-value heads and `intermediate_size`; with
+- `tp_size` divides the model's attention heads, key-value heads and `intermediate_size`. With
   `cp_method: ulysses`, `cp_size` divides the key-value heads of each tensor-parallel rank.
-- It has a layer for every stage of the pipeline, and a head of its own (no `tie_word_embeddings`).
-- It is of a kind for which that way of cutting is known to be exact, see below. `fsdp` without
-  these sizes and `deepspeed` cut any model.
+- With `pp_size`, the model has a layer for every stage of the pipeline, and a separate output head
+  (no `tie_word_embeddings`).
+- isles supports this sharding for the model type, see the list below. `fsdp` without these sizes
+  and `deepspeed` can shard any model.
 - With rotary scaling of type `longrope`, `data.seq_length` is at most the model's
   `original_max_position_embeddings`, unless every sample is full, as with packed text.
   transformers uses the frequencies of the longest document for all rows of a batch.
 
-Before the first step, when the number of samples is known, the ranks check one more rule.
-The epochs (`num_train_epochs`) have at least `warmup_steps` steps, plus `decay_steps` with `wsd`.
+The ranks check one more rule before the first step, when they know the number of samples: The
+epochs (`num_train_epochs`) have at least `warmup_steps` steps, plus `decay_steps` with `wsd`.
 
-Data that is named by a path or a glob must be there when the run is started.
+Data given by a path or a glob must exist when the run starts.
 
-## Going on with other values
+## Resuming with other values
 
-`isles train` goes on with the newest unfinished run of the same name. If a value has changed that
-the weights depend on, it stops and names it, and you choose: put it back, `--resume no` for a new
-run, or `--resume runs/NAME-N` to go on with the new value.
+`isles train` resumes the newest unfinished run of the same name. It stops with an error if you have
+changed a value that affects the weights. Then you have three options: restore the value, start a
+new run with `--resume no`, or resume with the new value with `--resume runs/NAME-N`.
 
-The length of the run (`training.max_steps`, `training.num_train_epochs`, or `training.max_time`
-where it is given alone) is such a value in two cases:
+The length of the run counts as such a value in two cases. The length is `training.max_steps`,
+`training.num_train_epochs`, or `training.max_time` if given alone.
 
-- It is shorter: the run would end earlier, or at once where so many steps are done already.
-- It is longer, and changes the learning rate of the next step: with `linear` and `cosine` after the
-  warm-up, with `wsd` once the decay has begun. The message has both rates. The rest of the curve
-  follows the new length.
+- You shorten the run. It would end earlier, or immediately if it has already passed the new length.
+- You lengthen the run, and this changes the learning rate of the next step: with `linear` and
+  `cosine` after the warm-up, with `wsd` after the decay has begun. The error shows both rates. The
+  rest of the curve follows the new length.
 
-A longer one may change freely otherwise: with `constant`, in the warm-up, before the decay of
-`wsd`. So may all of these:
+You may freely lengthen a run in all other cases: with `constant`, in the warm-up, or before the
+decay of `wsd`. You may also freely change these keys:
 
 """
 
@@ -150,7 +151,9 @@ def _section_text(title: str, path: str, node: keys.Schema) -> Iterator[str]:
     yield f"\n## `{title}`\n"
     yield _sentence(node)
     if is_list:
-        items = "one item, begun" if _maximum(node) == 1 else "one or more items, each begun"
+        items = (
+            "one item that starts" if _maximum(node) == 1 else "one or more items that each start"
+        )
         yield f"\nA list: {items} with `- `."
     yield ""
     inside = keys.children(section)
@@ -166,8 +169,8 @@ def _section_text(title: str, path: str, node: keys.Schema) -> Iterator[str]:
 def _kinds_text(section: keys.Schema) -> Iterator[str]:
     """The keys of a section that comes in kinds, under the kinds that have them."""
     forms, inside = keys.by_kind(section), keys.children(section)
-    yield "`kind` says which; it must be given where the section is.\n"
-    yield "| kind | | |"
+    yield "Required: `kind`, which selects the other keys.\n"
+    yield "| kind | Description | Notes |"
     yield "|---|---|---|"
     for kind, form in forms.items():
         yield f"| `{kind}` | {_sentence(form)} | {_sentence(form['properties']['kind'])} |"
@@ -181,7 +184,7 @@ def _kinds_text(section: keys.Schema) -> Iterator[str]:
 
 
 def _table(nodes: dict[str, keys.Schema], path: str) -> Iterator[str]:
-    yield "| key | may hold | default | |"
+    yield "| Key | Type | Default | Description |"
     yield "|---|---|---|---|"
     for key, node in nodes.items():
         cells = (f"`{key}`", keys.allowed(node), _default(node), _sentence(node))
@@ -191,7 +194,7 @@ def _table(nodes: dict[str, keys.Schema], path: str) -> Iterator[str]:
 def _default(node: keys.Schema) -> str:
     option = node if "default" in node else next(iter(node.get("anyOf", [{}])), {})
     if "default" not in option:
-        return "must be given"
+        return "required"
     value: Any = option["default"]
     if value == {}:
         return "`{}`"
@@ -223,8 +226,8 @@ def _maximum(node: keys.Schema) -> int | None:
 def _shapes() -> Iterator[str]:
     yield "## Shapes shipped with isles\n"
     yield "Llama architectures for `model.name_or_path` with `init: scratch`. The number of"
-    yield "parameters is that with the vocabulary in the table; a tokenizer that is trained for the"
-    yield "run brings its own size.\n"
+    yield "parameters includes the vocabulary in the table. A tokenizer that isles trains for the run"
+    yield "has its own vocabulary size.\n"
     yield "| name | parameters | vocabulary | longest sequence | layers | width |"
     yield "|---|---|---|---|---|---|"
     for name in shape_names():
@@ -241,8 +244,8 @@ def _shapes() -> Iterator[str]:
 
 
 def _architectures() -> Iterator[str]:
-    yield "## Models that can be cut in special ways\n"
-    yield "By the `model_type` in their `config.json`, without sliding windows for the last two:\n"
+    yield "## Models with tensor, context and pipeline parallelism\n"
+    yield "The lists show the `model_type` of `config.json`. The last two exclude sliding windows.\n"
     for key, kinds in (
         ("tp_size", TENSOR_PARALLEL),
         ("cp_size", CONTEXT_PARALLEL),

@@ -1,4 +1,4 @@
-"""Errors that a user can mend, their ids, and the exit codes of every isles command."""
+"""Errors that a user can fix, their ids, and the exit codes of every isles command."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 MORE = "  more: isles explain "
-"""Begins the last line of a printed error; its id follows."""
+"""Start of the last line of a printed error, before its id."""
 _ID = re.compile(r"[a-z]+(?:\.[a-z]+)*")
 
 
@@ -23,21 +23,21 @@ class ExitCode(IntEnum):
     OUT_OF_MEMORY = 4
     COMMUNICATION = 5
     HANDOVER = 84
-    """From rank to agent only: saved, to go on at once with other nodes."""
+    """Only from a rank to its agent: saved, and ready to resume immediately with other nodes."""
     REQUEUE = 85
-    """Stopped before the end with a checkpoint saved: start again to go on."""
+    """Stopped before the end with a saved checkpoint. Start again to resume."""
     INTERRUPTED = 130
 
 
 class UserError(Exception):
-    """An error that the user can mend; printed without a traceback.
+    """An error that the user can fix. isles prints it without a traceback.
 
     Args:
-        what: what is wrong, with the value.
+        what: the problem, with the value.
         where: file:line, key, host or rank.
-        fix: what to do about it.
-        id: of its paragraph in docs/troubleshooting.md, which `isles explain` prints; None: the
-            id of the class; empty: none.
+        fix: an instruction that solves the problem.
+        id: id of its paragraph in docs/troubleshooting.md, for `isles explain`. None is the id of
+            the class. An empty id has no paragraph.
     """
 
     exit_code = ExitCode.USER
@@ -51,7 +51,7 @@ class UserError(Exception):
         if id is not None:
             self.id = id
         self.ids: tuple[str, ...] = (self.id,)
-        """More than one where this error stands for several."""
+        """The ids of all errors, if this error collects several."""
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.what}" if self.where else self.what
@@ -77,7 +77,7 @@ class ConfigErrors(UserError):
 
 
 class DataError(UserError):
-    """A data source cannot be read or holds nothing to train on."""
+    """A data source is not readable, or has no training data."""
 
     id = "data"
 
@@ -89,11 +89,12 @@ class MissingDependencyError(UserError):
 
 
 def not_installed(package: str, user: str, key: str, extra: str) -> MissingDependencyError | None:
-    """The error to raise where a package that is needed is not installed; imports nothing.
+    """The error to raise if a required package is not installed. Imports nothing.
 
     Args:
-        user: what needs it, such as `strategy deepspeed`, by this key of the run file.
-        extra: of isles, that brings it.
+        user: the feature that needs it, such as `strategy deepspeed`.
+        key: the key of the run file for this feature.
+        extra: the optional dependency of isles that installs it.
     """
     if importlib.util.find_spec(package) is not None:
         return None
@@ -105,14 +106,15 @@ def not_installed(package: str, user: str, key: str, extra: str) -> MissingDepen
 
 
 class PreflightError(UserError):
-    """A machine is not fit for the run."""
+    """A machine failed a check for the run."""
 
     exit_code = ExitCode.PREFLIGHT
     id = "machine"
 
 
 class TrainingError(UserError):
-    """Training cannot go on: a loss that is not finite, a checkpoint that is not whole."""
+    """Training cannot continue, for example after a loss that is not finite or a damaged
+    checkpoint."""
 
     exit_code = ExitCode.TRAINING
     id = "training"
@@ -126,7 +128,7 @@ class OutOfMemoryError(UserError):
 
 
 class CommunicationError(UserError):
-    """Ranks or machines cannot reach one another in time."""
+    """Ranks or machines cannot reach each other in time."""
 
     exit_code = ExitCode.COMMUNICATION
     id = "communication"
@@ -141,8 +143,9 @@ def more_lines(ids: Iterable[object], printed: str = "") -> list[str]:
     """The last lines of a printed error: `isles explain` with each of its ids.
 
     Args:
-        ids: of the error; what is no id (none, or what another machine has sent) has no line.
-        printed: the text before them; it may hold such a line of another isles already.
+        ids: ids of the error. Invalid ids, such as an empty id or data from another machine, have
+            no line.
+        printed: the text before them, which may already have such a line of another isles.
     """
     if MORE.strip() in printed:
         return []
@@ -150,7 +153,7 @@ def more_lines(ids: Iterable[object], printed: str = "") -> list[str]:
 
 
 def cut_more(text: str) -> tuple[str, str]:
-    """Text of another isles without its lines of `more_lines`, and the id of the first of them."""
+    """Text of another isles without its `more_lines`, and the first id."""
     mark = MORE.strip()
     lines = text.splitlines()
     ids = [line.partition(mark)[2].strip() for line in lines if mark in line]

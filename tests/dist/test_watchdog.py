@@ -98,7 +98,7 @@ def test_each_kind_of_stall_names_its_rank_and_place(run_file: Path) -> None:
     pid = gang.processes[1].pid or 0
     os.kill(pid, signal.SIGSTOP)
     hang = nth_hang(gang, attempt, 2, rank=1)
-    assert "has not been heard of for" in hang["text"]
+    assert "no heartbeat from rank" in hang["text"]
     os.kill(pid, signal.SIGCONT)
     nth_went_on(gang, attempt, 2)
 
@@ -119,5 +119,5 @@ def test_action_stop_ends_the_run_and_names_who_froze(run_file: Path) -> None:
     outcome = read_record(attempt.outcome) or {}
     assert (outcome["state"], outcome["exit_code"]) == ("failed", ExitCode.COMMUNICATION)
     assert outcome["error"]["rank"] == 0
-    assert "has not been heard of for" in outcome["reason"]
+    assert "no heartbeat from rank" in outcome["reason"]
     gang.kill()

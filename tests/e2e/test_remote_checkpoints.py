@@ -45,7 +45,7 @@ def test_a_machine_that_vanishes_in_mid_upload_is_followed_by_a_fresh_one(run_fi
     server.have("")
     again = isles(*alone, *REMOTE, cwd=cwd, env=env)
     assert step < 200
-    assert f"going on with tiny-1, which is not here, from step {step}" in again.text
+    assert f"resuming tiny-1, which is not on this machine, from step {step}" in again.text
     assert [row["step"] for row in rows_of(run_dir)] == [*range(1, 201)]
     names = server.names()
     there = {name.split("/")[3] for name in names if "/checkpoints/" in name}
@@ -71,7 +71,7 @@ def test_a_machine_that_vanishes_in_mid_upload_is_followed_by_a_fresh_one(run_fi
 
 def test_a_bucket_that_refuses_is_named_and_sent_to_later(run_file, server):
     cwd, run_dir, env = run_file.parent, the_run(run_file), server.environ
-    refusals = {"forbidden": "does not let this machine in", "full": "has no space left"}
+    refusals = {"forbidden": "refuses this machine", "full": "has no space left"}
     for kind, words in refusals.items():
         server.have(kind, methods=["PUT"], path="/checkpoints/")
         done = isles("train", str(run_file), *REMOTE, EXPORT, cwd=cwd, env=env)

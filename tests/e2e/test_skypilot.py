@@ -78,7 +78,7 @@ def test_two_nodes_train_stop_and_go_on_from_the_laptop(lab: Lab, state: Path) -
     # It finishes on the same machines; what is followed ends with its exit code.
     length = f"training.max_steps={assert_stopped(run_dir) + 5}"
     again = f"{QUOTED_ISLES} train cloud.yaml {length} --resume runs/cloud-1 2>&1"
-    assert "going on with cloud-1" in sh(lab, "ctl", f"cd /shared && MY_KEY=hidden {again}")
+    assert "resuming cloud-1" in sh(lab, "ctl", f"cd /shared && MY_KEY=hidden {again}")
     assert outcome_of(run_dir.attempt(2))["state"] == "finished"
     assert_nothing_left(lab, NODES)
 

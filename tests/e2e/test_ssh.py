@@ -147,7 +147,7 @@ def test_each_host_may_have_a_user_of_its_own(lab: Lab) -> None:
 
     hosts = "clusters.0.launcher.hosts="
     text = isles(lab, "train", "users.yaml", "--dry-run", *values, f"{hosts}[bob@a2]")
-    assert "users-1 is kept by a1, its first host; this is a new run: users-2" in text
+    assert "users-1 is on a1, its first host. Starting a new run, users-2" in text
     step = list_checkpoints(run_dir)[-1].step
     values += [f"{hosts}[ann@a1]", f"training.max_steps={step + 1}"]
     resume = ("train", "users.yaml", *values, "--resume")
@@ -239,18 +239,18 @@ def test_a_frozen_rank_is_named_with_its_host(lab: Lab) -> None:
         return until(decision, f"a decision on rank {rank}"), pid
 
     stall, pid = freeze(2)
-    assert "rank 2 on a3 has not been heard of for" in stall["text"]
+    assert "no heartbeat from rank 2 on a3 for" in stall["text"]
     stacks = [attempt.hangs / f"step-{stall['step']}-rank-{rank}.txt" for rank in (0, 1)]
     until(lambda: all(path.exists() for path in stacks), "the stacks of a1 and a2")
     assert stacks[1].read_text().startswith("rank 1 on a2, step ")
     status = isles(lab, "status", "frozen-1", *FAR)
-    assert "rank 2 on a3 has not been heard of for" in " ".join(status.split())
+    assert "no heartbeat from rank 2 on a3 for" in " ".join(status.split())
     sh(lab, "a3", f"kill -CONT {pid}")
     went_on = attempt.hangs / f"step-{stall['step']}.json"
     until(lambda: (read_record(went_on) or {})["went_on_after_s"], "it goes on")
 
     stall, pid = freeze(0)
-    assert "rank 0 on a1 has not been heard of for" in stall["text"]
+    assert "no heartbeat from rank 0 on a1 for" in stall["text"]
     until(lambda: "rank 0 on a1 has not" in run_dir.status.read_text(), "a note")
     sh(lab, "a1", f"kill -CONT {pid}")
     isles(lab, "stop", "frozen-1", "--now", *FAR)

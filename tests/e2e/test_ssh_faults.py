@@ -67,7 +67,7 @@ def test_a_full_disk_on_one_host_ends_the_others(lab: Lab) -> None:
     with undone(lab, "a2", full, "umount /root/runs"):
         write_run(lab, "full", output_dir="/root/runs")
         text = isles(lab, "train", "full.yaml", expected=None)
-    assert "host a2: /root/runs" in text and "there is no space left" in text
+    assert "host a2: /root/runs" in text and "no space left on the disk" in text
     outcome = outcome_of(RunDir(lab.root("a1") / "root/runs/full-1").attempt(1))
     assert outcome["state"] == "failed" and outcome["exit_code"]
     assert "no space left" in outcome["reason"]

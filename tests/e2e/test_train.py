@@ -145,7 +145,7 @@ def test_stop_from_another_terminal_and_going_on(training: tuple[Command, RunDir
     # The same without the overrides would end it at once.
     plain = isles("train", words[2], cwd=cwd, expected=ExitCode.USER)
     assert "training.max_steps: 100000 -> 20" in plain.err and "the run ends there" in plain.err
-    assert f"it was started by {typed}" in plain.err
+    assert f"last started with {typed}" in plain.err
     assert f"from step {step}\n" in isles(*words[1:], "--dry-run", cwd=cwd).out
 
     shorter = (*TWO, f"training.max_steps={step + 5}", "--resume", str(run_dir.path))
@@ -197,7 +197,7 @@ def test_a_killed_agent_takes_its_ranks_along_and_a_deleted_directory_ends_the_r
     words = ("train", str(cwd / "run.yaml"), *TWO, *LONG, "--resume", str(run_dir.path))
     command = Command(*words, cwd=cwd)
     command.until(lambda: has_done(run_dir.attempt(2), step + 3))
-    assert "going on with tiny-1" in command.out
+    assert "resuming tiny-1" in command.out
     steps = [row["step"] for row in rows_of(run_dir)]
     assert steps == list(range(1, len(steps) + 1)), "each step once"
     host = read_record(run_dir.attempt(2).launch)["host"]
@@ -206,7 +206,7 @@ def test_a_killed_agent_takes_its_ranks_along_and_a_deleted_directory_ends_the_r
     assert command.end() == ExitCode.TRAINING
     assert_ended(cwd)
     assert not run_dir.path.exists(), "nobody makes it again"
-    gone = f"the run directory {run_dir.path} is not there any more"
+    gone = f"the run directory {run_dir.path} was deleted or moved"
     assert f"error: host {host}: {gone}" in command.err
     assert "isles explain run.gone" in command.err and "Traceback" not in command.err
 

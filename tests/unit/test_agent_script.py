@@ -80,8 +80,10 @@ def test_a_script_is_spoken_of_as_one(tmp_path: Path, monkeypatch: pytest.Monkey
         return begun.note
 
     note()
-    assert note() == "going on with own-1: its script is started again"
-    other = "ended with other values; this is a new run: own-2 (`--resume runs/own-1` goes on with"
+    assert note() == "resuming own-1, whose script starts again"
+    other = (
+        "ended with other values. Starting a new run, own-2 (resume it with `--resume runs/own-1`"
+    )
     assert other in note("training.script_args=[a]")
     (line,) = checkpoint_lines(RunDir(Path("runs/own-1")))
     assert line == "own-1 runs mine.py, a script of your own, which keeps checkpoints by itself"

@@ -91,7 +91,7 @@ def test_a_finished_run_is_followed_by_a_new_one_unless_it_is_named(run_file: Pa
     run_dir = begin(run_file).run_dir
     end_attempt(run_dir, "finished")
     checkpoint = add_checkpoint(run_dir, 20)
-    assert begin(run_file).note == "tiny-1 is finished; this is a new run: tiny-2"
+    assert begin(run_file).note == "tiny-1 is finished. Starting a new run, tiny-2"
     longer = choose_run(resolved_from(run_file, "training.max_steps=30"), "auto")
     assert f"`--resume {run_dir.path}` trains tiny-1 on instead" in longer.note
     other = choose_run(resolved_from(run_file, "training.max_steps=30", "seed=3"), "auto")
@@ -111,7 +111,7 @@ def test_a_node_s_logs_of_another_host_s_run_are_no_run_of_its_own(run_file: Pat
     write_record(run_dir.node_of, {"first_node": "a1", "born_at": 1.0})
     begun = begin(run_file)
     assert (begun.run_dir.name, begun.resumed) == ("tiny-2", False)
-    assert begun.note == "tiny-1 is kept by a1, its first host; this is a new run: tiny-2"
+    assert begun.note == "tiny-1 is on a1, its first host. Starting a new run, tiny-2"
     report = collect(run_dir)
     assert report.state == "unknown" and "a1, its first host, knows how" in report.hint
     for given in ("tiny-1", str(run_dir.path)):
@@ -167,7 +167,7 @@ def test_another_length_is_asked_for_where_it_matters(before, after, words, *, r
     with pytest.raises(UserError, match="not finished") as caught:
         begin(run_file, *before, changed)
     assert words in caught.value.what and "isles train run.yaml seed=3" in caught.value.fix
-    assert begin(run_file, *before).note == "going on with tiny-1 from step 8"
+    assert begin(run_file, *before).note == "resuming tiny-1 from step 8"
     begun = begin(run_file, *before, changed, resume=str(run_dir.path))
     assert begun.resumed and words in begun.note
 
@@ -221,12 +221,12 @@ def test_of_several_starts_of_one_run_only_one_wins(run_file: Path) -> None:
 def test_an_output_dir_that_cannot_be_used_is_named(run_file: Path, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     for name in ("taken", "taken/deeper"):
-        with pytest.raises(UserError, match="a file stands where a folder is needed"):
+        with pytest.raises(UserError, match="a file is in the place of a folder"):
             begin(run_file, f"output_dir={tmp_path / name}")
     with pytest.raises(UserError) as caught:
         begin(run_file, "output_dir=/proc/isles")
     assert "/proc/isles" in caught.value.where and "output_dir" in caught.value.fix
-    refused = pytest.raises(UserError, match="cannot be written: Read-only file system")
+    refused = pytest.raises(UserError, match="cannot write: Read-only file system")
     with refused as caught, clear_errors(Path("/proc/runs")):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), "/proc/runs/tiny-1")
     assert "findmnt -T /proc shows" in caught.value.fix and caught.value.id == "files.output"
@@ -257,7 +257,7 @@ def test_the_run_of_another_user_is_left_out() -> None:
 
 def test_runs_are_found_by_name_path_or_newest(run_file: Path, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    with pytest.raises(UserError, match="there is no run in"):
+    with pytest.raises(UserError, match="no run found in"):
         find_any(None, runs)
     for _ in range(2):
         end_attempt(begin(run_file).run_dir, "finished")

@@ -153,7 +153,7 @@ def test_a_run_with_large_records_says_so_and_hides_no_other(
     said = capsys.readouterr()
     assert "y-1" in said.out and "Traceback" not in said.err
     assert main(["status", str(tmp_path / "x-1")]) == 0
-    assert "restart-059.json cannot be read" in capsys.readouterr().out
+    assert "restart-059.json is not readable" in capsys.readouterr().out
     os.link(first, attempt.outcome)
     assert main(["status", str(tmp_path / "x-1")]) == 0
     assert "outcome.json: a record has 1" in capsys.readouterr().out

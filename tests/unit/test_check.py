@@ -218,7 +218,7 @@ def test_what_is_wrong_with_a_cluster_names_its_own_keys(run_file: Path) -> None
     assert len(texts) == 2
     for index, text in enumerate(map(str, texts)):
         assert f"fix: set clusters.{index}.launcher.login to a login node" in text, text
-        assert f"clusters[{1 - index}]" not in text
+        assert f"clusters.{1 - index}." not in text
 
 
 PARTITIONS = """\

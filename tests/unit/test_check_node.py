@@ -261,7 +261,7 @@ def test_folders_of_a_run(tmp_path: Path) -> None:
 
     found = look(tmp_path / "none", blocked / "runs")
     assert found["files.workdir"].level == found["files.output"].level == "error"
-    assert "a file stands" in found["files.output"].text
+    assert "a file is in the place" in found["files.output"].text
     found = look(tmp_path, tmp_path / "a" / "b")
     assert "files.workdir" not in found and found["files.output"].level == "ok"
     assert f"to be created in {tmp_path}" in found["files.output"].text

@@ -171,7 +171,7 @@ OLD = 10_000.0
     (ELSEWHERE, -OLD, ""),  # a clock was ahead
     ({}, OLD, ""),  # cut short by a power failure
     (ELSEWHERE, 0.0, "elsewhere (pid 1)"),
-    ({}, 0.0, "names no process"),
+    ({}, 0.0, "without a process"),
     (LIVES, 0.0, f"(pid {os.getpid()})"),
     (LIVES, OLD, f"(pid {os.getpid()})"),
 )
@@ -185,7 +185,7 @@ def test_a_claim_counts_while_its_process_may_live(record, age, holder, *, tmp_p
             assert not token.exists()
         assert list(tmp_path.iterdir()) == []
         return
-    with pytest.raises(UserError, match="another start of tiny is at work just now") as caught:
+    with pytest.raises(UserError, match="another process is starting tiny now") as caught:
         claimed(tmp_path, "tiny").__enter__()
     assert holder in caught.value.what and caught.value.id == "run.running"
     assert [token] == list(token.parent.iterdir()) and [token.parent] == list(tmp_path.iterdir())
@@ -235,7 +235,7 @@ def test_a_claim_is_nothing_but_a_folder_of_records(tmp_path: Path) -> None:
     (tmp_path / "link" / CLAIM).symlink_to(behind.parent)
     (tmp_path / "file" / CLAIM).write_text("")
     for name in ("link", "file"):
-        with pytest.raises(UserError, match="a file stands where a folder is needed") as caught:
+        with pytest.raises(UserError, match="a file is in the place of a folder") as caught:
             claimed(tmp_path / name, "tiny").__enter__()
         assert caught.value.where == str(tmp_path / name / CLAIM)
         assert [path.name for path in (tmp_path / name).iterdir()] == [CLAIM]
@@ -253,7 +253,7 @@ def test_a_link_in_a_claim_leads_nowhere(name, *, tmp_path, monkeypatch):
     (tmp_path / CLAIM).mkdir()
     link = tmp_path / CLAIM / name
     link.symlink_to(tmp_path / "nothing")
-    with pytest.raises(UserError, match=f"by {name}, which names no process"):
+    with pytest.raises(UserError, match=f"by {name}, which without a process"):
         claimed(tmp_path, "tiny").__enter__()
     assert list(tmp_path.iterdir()) == [link.parent] and link.is_symlink()
 

@@ -43,7 +43,7 @@ def places(tmp_path: Path, text: str, *overrides: str) -> list[str]:
     (9, "  max_step: 100", "training.max_step", "unknown key max_step", "max_steps?"),
     (9, "  max-steps: 100", "training.max-steps", "unknown key", "write it as max_steps"),
     (11, "  max_time: 30", "training.max_time", "30, without a unit", "30s, 30m or 30h"),
-    (11, "  max_time: soon", "training.max_time", '"soon", not a time', "23h30m"),
+    (11, "  max_time: soon", "training.max_time", '"soon", not a valid time', "23h30m"),
     (3, "  init: Scratch", "model.init", '"Scratch"', "did you mean scratch"),
     (7, "  cache_dir: 5", "data.cache_dir", "5, not text", '"5"'),
     (6, "  sources: []", "data.sources", "an empty list", "a list"),
@@ -60,7 +60,7 @@ def places(tmp_path: Path, text: str, *overrides: str) -> list[str]:
     (0, 'clusters: [{workdir: "a\\nb"}]', "clusters.0.workdir", "not one line", "one"),
     (0, "strategy: fsdp", "strategy", "not a section", "{kind: fsdp}"),
     (0, "strategy: {kind: zero}", "strategy.kind", "zero", "deepspeed"),
-    (0, "strategy: {}", "strategy", "does not say its kind", "auto, ddp"),
+    (0, "strategy: {}", "strategy", "has no kind", "auto, ddp"),
     (0, "track: jsonl", "track", "not a list", "track: [jsonl]"),
     (0, "lerning_rate: 1", "lerning_rate", "unknown", "training.learning_rate"),
     (0, "training.seed: 1", "training.seed", "unknown", "at the top"),
@@ -107,7 +107,7 @@ def test_one_mistake_is_one_fault(tmp_path: Path) -> None:
 
 def test_sections_of_other_tools_are_taken_apart(tmp_path: Path) -> None:
     found = issues(tmp_path, f"optimizer: {{name: AdamW, lr: 1e-3, eps: 1e-8}}\n{GOOD}")
-    lr = "lr, a name from torchtitan (value 0.001) | here it is called training.learning_rate"
+    lr = "lr, a name from torchtitan (value 0.001) | isles calls it training.learning_rate"
     assert any(f"optimizer.lr | unknown key {lr}" in line for line in found)
     assert any("optimizer.eps | " in line and "training.adam_epsilon" in line for line in found)
 
@@ -120,6 +120,8 @@ def test_overrides_win_over_the_file(tmp_path):
         "clusters.0.gpus-per-node=auto": ("clusters.0.gpus_per_node", "auto"),
         "data.sources.0.path=a=b": ("data.sources.0.path", "a=b"),
         "data.sources.1.path=b": ("data.sources.1.path", "b"),
+        "clusters[0].max_restarts=2": ("clusters.0.max_restarts", 2),
+        "data.sources[2].path=c": ("data.sources.2.path", "c"),
         "checkpoint={keep: 7}": ("checkpoint.keep", 7),
         "training.max_time=": ("training.max_time", None),
     }
@@ -168,7 +170,7 @@ def test_variables_are_text_as_it_is_typed(tmp_path: Path) -> None:
         "{E: }": f"{variables}.E | E is empty (null)",
         "{E: [8]}": f"{variables}.E | E is [8], not text",
         "{E: {a: 8}}": f"{variables}.E | E is a section, not text",
-        "{a-b: x}": f'{variables}.a-b | "a-b" is no name that can stand in {variables}',
+        "{a-b: x}": f'{variables}.a-b | "a-b" is not a valid name in {variables}',
         "8": f"{variables} | variables is 8, not a section",
     }.items():
         bad = f"{GOOD}clusters: [{{environment: {{variables: {value}}}}}]\n"
@@ -222,7 +224,7 @@ def test_what_is_no_text_is_refused(content: bytes, place: str, words: str, *, t
 def test_a_path_that_is_no_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(GOOD, encoding="utf-8")
     for path, words in (
-        (tmp_path / "nowhere.yaml", "no such file"),
+        (tmp_path / "nowhere.yaml", "does not exist"),
         (tmp_path, "a folder"),
         (Path("a\0b"), "cannot be read"),
         (Path("x" * 5000), "cannot be read"),

@@ -478,7 +478,7 @@ def test_each_kind_of_secret_is_refused_as_a_line_and_taken_out_of_a_report(tmp_
                 wrong.append((line, said))
         if (
             fault is None
-            or "holds a secret" not in str(fault)
+            or "contains a secret" not in str(fault)
             or Redactor(())(redacted) != redacted
         ):
             wrong.append((line, fault, redacted))

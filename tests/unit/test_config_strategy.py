@@ -39,7 +39,7 @@ LLAMA: dict[str, Any] = {
 }
 
 
-@each(("{'7': 1}", "balance names rank 7, and there are 2"), ("{'0': 0, '1': 0}", "a share of 0"))
+@each(("{'7': 1}", "share for rank 7, and the 2 ranks"), ("{'0': 0, '1': 0}", "a share of 0"))
 def test_shares_of_ranks_are_compared_with_the_ranks(balance: str, what: str, *, tmp_path):
     loaded = load(tmp_path, GOOD, f"balance={balance}", "clusters.0.gpus_per_node=2")
     with pytest.raises(ConfigError, match=what) as raised:
@@ -102,10 +102,10 @@ CHAT, TEXT = GOOD.replace("a/b", "a/b, type: chat"), "data.sources=[{path: a}]"
 
 
 @each(
-    ("mamba", [], "by model_type mamba: its layers carry a state from token to token"),
-    ("bloom", [], "by model_type bloom: it does not accept positions"),
-    ("their_own", [TEXT, "data.isolate_documents=true"], "kept apart by model_type their_own"),
-    ("opt", ["model.attn_implementation=flex_attention"], "flex_attention does not keep"),
+    ("mamba", [], "for model_type mamba: its layers carry a state from token to token"),
+    ("bloom", [], "for model_type bloom: it does not accept positions"),
+    ("their_own", [TEXT, "data.isolate_documents=true"], "for model_type their_own"),
+    ("opt", ["model.attn_implementation=flex_attention"], "flex_attention does not isolate"),
     ("gptj", ["model.attn_implementation=flash_attention_2"], "flash_attention_2 does"),
     ("mamba", ["data.packing=false"], None),
     ("mamba", ["data.isolate_documents=false"], None),
@@ -134,12 +134,12 @@ SHAPES["70b"] = SHAPES["8b"] | LARGE | {"num_attention_heads": 64}
 
 @each(
     ("1b", 8, 8, 80, None, "ddp", "the whole model fits"),
-    ("8b", 1, 1, 80, None, "ddp", "one rank"),
-    ("8b", 8, 8, 80, 200e9, "FULL_SHARD", "cut over 8 ranks it needs"),
+    ("8b", 1, 1, 80, None, "ddp", "a single rank"),
+    ("8b", 8, 8, 80, 200e9, "FULL_SHARD", "sharded over 8 ranks it needs"),
     ("8b", 8, 8, 80, 1e9, "SHARD_GRAD_OP", "links carry"),
     ("8b", 16, 8, 80, 1e9, "HYBRID_SHARD", "8 ranks of a node"),
-    ("8b", 16, 8, 24, 1e9, "FULL_SHARD", "cut over 16 ranks it needs"),
-    ("70b", 8, 8, 80, 200e9, "FULL_SHARD", "even that may not fit"),
+    ("8b", 16, 8, 24, 1e9, "FULL_SHARD", "sharded over 16 ranks it needs"),
+    ("70b", 8, 8, 80, 200e9, "FULL_SHARD", "which may not fit"),
 )
 def test_the_choice_and_its_reason(size, ranks, per_node, gib, link, chosen, why, *, tmp_path):
     more = ("data.seq_length=2048", "training.gradient_checkpointing=full")
@@ -166,12 +166,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @each(
-    ("data.sources.0.path", "note.txt", "there is no such file", "did you mean notes.txt?"),
-    ("data.sources.0.path", "/nowhere/x", "there is no such file", "the path ends at /"),
-    ("data.sources.0.path", "*.jsonl", "matches no file", "try it with ls"),
+    ("data.sources.0.path", "note.txt", "file not found", "did you mean notes.txt?"),
+    ("data.sources.0.path", "/nowhere/x", "file not found", "last existing folder is /"),
+    ("data.sources.0.path", "*.jsonl", "matches the glob", "try the glob with ls"),
     ("data.sources.0.path", "base", "is a folder", "such as base/**/*.json"),
-    ("model.name_or_path", "./bse", "there is no such folder", "did you mean base?"),
-    ("tokenizer.chat_template", "chatlm", "there is no chat template", "use chatml"),
+    ("model.name_or_path", "./bse", "folder not found", "did you mean base?"),
+    ("tokenizer.chat_template", "chatlm", "chat template not found", "use chatml"),
 )
 def test_what_is_not_there_is_named(key: str, value: str, what: str, fix: str, *, here):
     chat = "data.sources.0.type=chat"
@@ -204,7 +204,7 @@ def test_the_shape_is_found_wherever_it_lies(here: Path, monkeypatch: pytest.Mon
         assert issue.where == "command line model.name_or_path"
     (here / "base" / "config.json").write_text("[")
     (issue,) = shape_issues(load(here, GOOD, f"model.name_or_path={here}/base"), hub_cache())
-    assert "cannot be used" in issue.what and issue.where == f"{here}/base/config.json"
+    assert "cannot use" in issue.what and issue.where == f"{here}/base/config.json"
     # If it is not here, the ranks look for it again.
     for name in ("me/other", "nothing", str(here)):
         assert shape_issues(load(here, GOOD, f"model.name_or_path={name}"), hub_cache()) == []
@@ -217,7 +217,7 @@ def test_all_that_is_known_before_the_start_is_told_at_once(here: Path) -> None:
     )
     with pytest.raises(ConfigErrors) as raised:
         resolve_here(load_run_file(here / "run.yaml"), lambda _: None, needs_data=True)
-    words = ("max_position", "tp_size 3 does not divide", "no such file", "a multiple of 3 ranks")
+    words = ("max_position", "tp_size 3 does not divide", "file not found", "a multiple of 3 ranks")
     for word, issue in zip(words, raised.value.issues, strict=True):
         assert word in issue.what
         assert issue.where.startswith(f"{here / 'run.yaml'}:")

@@ -51,7 +51,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     ("b: {c: 1}\na:\n  <<: {d: 1}\n", "run.yaml:3 a", "merge keys"),
     ("a: 1\n---\nb: 1\n", "run.yaml:2:1", "second document"),
     ("a:\n\tb: 1\n", "run.yaml:2:1", "a tab"),
-    ("a: b: c\n", "run.yaml:1:5", "a ':' stands where no key can be"),
+    ("a: b: c\n", "run.yaml:1:5", "a ':' is not allowed here"),
     ("a:\n  b: 1\n c: 2\n", "run.yaml:3:2", "does not fit the lines above"),
     ("a: [1, 2\nb: 3\n", "run.yaml:2:2", "not closed"),
     ("x: 1\na: 'never\nb: 3\n", "run.yaml:2:4", "a quote is opened here"),

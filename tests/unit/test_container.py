@@ -163,9 +163,9 @@ def test_rules_between_a_container_and_its_launcher(tmp_path: Path) -> None:
     pbs = "clusters.0.launcher={kind: pbs, time: 1h}"
     here = f"clusters.0={{nodes: 2, gpus_per_node: 1, environment: {{container: {OCI}}}}}"
     for container, override, words in (
-        (pyxis, pbs, "pyxis is a part of Slurm"),
-        (podman, pbs, "podman's containers would not end with the job"),
-        (OCI, here, "a container is one node"),
+        (pyxis, pbs, "pyxis needs the launcher slurm"),
+        (podman, pbs, "podman containers would keep running"),
+        (OCI, here, "a container, which is one node"),
     ):
         with pytest.raises(ConfigErrors, match=words):
             run_file(tmp_path, container, override)

@@ -189,9 +189,8 @@ def test_a_script_is_copied_by_the_key_of_the_fix(tmp_path, monkeypatch):
     text = "name: own\ntraining: {script: train_mlp.py}\n"
     ssh = "clusters=[{launcher: {kind: ssh, hosts: [a1]}, workdir: /x}]"
     (issue,) = data_issues(load(tmp_path, text, ssh))
-    (key,) = re.findall(r"clusters\[0\]\.\w+", issue.fix)
+    (key,) = re.findall(r"clusters\.0\.\w+", issue.fix)
     (tmp_path / "train_mlp.py").touch()
-    key = key.replace("[0]", ".0")
     assert data_issues(load(tmp_path, text, ssh, f"{key}={{paths: [.]}}")) == []
 
 

@@ -171,7 +171,7 @@ REPLACES_A_METHOD = b"cpathlib\nPosixPath\n(N}Vread_text\nc%s\nMetadata\nstb." %
     (pickle.dumps(Call(getattr, _MEM_FORMAT_ENCODING, "__class__")), "something else"),
     (pickle.dumps(Metadata({"a": Call(os.mkdir, "it-ran")})), "mkdir"),  # type: ignore[dict-item]
     (REPLACES_A_METHOD, "opcode UNICODE"),
-    (REPLACES_A_METHOD.replace(b"Vread_text\n", b"\x8c\x09read_text"), "fills something"),
+    (REPLACES_A_METHOD.replace(b"Vread_text\n", b"\x8c\x09read_text"), "fills an object"),
     (b"", "not an index"),
     (b"\x80", "not an index"),
     (b"not a pickle at all", "not an index"),
@@ -282,7 +282,7 @@ def test_an_index_of_tiny_values_or_longer_than_its_tensors_is_refused(tmp_path:
 def test_an_index_that_the_manifest_does_not_list_is_a_fault(tmp_path: Path):
     folder = write_checkpoint(tmp_path, is_old=True)
     (folder / "tensors.json").write_text("{}")
-    assert "does not list this index" in verify_checkpoint(folder)[0]
+    assert "this index is not in the manifest" in verify_checkpoint(folder)[0]
 
 
 def archive(program: bytes, *, method: int = zipfile.ZIP_STORED, numbers: bytes = b"0" * 96) -> Any:

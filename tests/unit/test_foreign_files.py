@@ -271,7 +271,7 @@ def test_weights_are_files_of_their_folder(tmp_path: Path):
     for name in ("../outside.safetensors", str(tmp_path / "outside.safetensors")):
         index = {"metadata": {}, "weight_map": dict.fromkeys(names, name)}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        with pytest.raises(UserError, match="not a file beside it"):
+        with pytest.raises(UserError, match="not a file next to it"):
             load(folder, "pretrained")
 
 
@@ -293,4 +293,4 @@ def test_a_limit_that_is_used_up_is_not_told_as_space(tmp_path: Path):
         error = OSError(number, os.strerror(number))
         limit = used_up(error, tmp_path)
         assert limit and "free some" not in limit[1], limit
-        assert refusal(error, tmp_path) == limit[0] != "there is no space left"
+        assert refusal(error, tmp_path) == limit[0] != "no space left on the disk"

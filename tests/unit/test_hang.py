@@ -30,11 +30,11 @@ AHEAD = Position(8, "agreeing", "at loop.py:1 train()", "self._work.wait()")
 
 
 @each(
-    ([WAITS, LOADS, None, WAITS], (2,), "rank 2 on b has not been heard of for 10 s: it is"),
+    ([WAITS, LOADS, None, WAITS], (2,), "no heartbeat from rank 2 on b for 10 s: it is"),
     ([WAITS, WAITS, WAITS, LOADS], (3,), "rank 3 on b is behind: in data loading, at my.py:88"),
     ([AHEAD, WAITS, AHEAD, AHEAD], (1,), "rank 1 on a is behind: in forward and backward"),
     ([WAITS, WAITS, SPINS, WAITS], (2,), "rank 2 on b is behind: in forward and backward"),
-    ([WAITS, WAITS, WAITS, WAITS], (), "all ranks wait for one another, in the backward pass"),
+    ([WAITS, WAITS, WAITS, WAITS], (), "all ranks wait for each other in the backward pass"),
     ([SPINS, SPINS, SPINS, SPINS], (), "all ranks are busy; rank 0 on a is in forward"),
     ([SPINS], (0,), "it is in forward and backward, at my.py:3 spin()"),
     ([*[None] * 5, WAITS], (0, 1, 2, 3, 4), "; and 2 more"),

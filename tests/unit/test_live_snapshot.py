@@ -152,7 +152,7 @@ def test_who_says_nothing_and_who_was_killed_is_named_until_he_is_back(tmp_path:
     write_live(attempt, *two_nodes(r2={"restart": 1}), restart=1)
     shown = snapshot(run_dir)
     assert set(marks(shown).values()) == {""} and shown.run.restarts == 1
-    assert "ago: rank 2 on h1 was killed by SIGKILL; going on from the beginning" in shown.notes[0]
+    assert "ago: rank 2 on h1 was killed by SIGKILL. Resuming from the beginning" in shown.notes[0]
 
 
 def test_a_run_that_is_over_has_no_marks_but_of_who_ended_it(tmp_path: Path) -> None:
@@ -326,9 +326,9 @@ def test_clusters_hub_and_links_between_them(tmp_path: Path) -> None:
     assert (shown.run.tokens_per_second, shown.run.state) == (1800.0, "running")
     assert_fits(shown)
     # Its machine does not answer; the hub is gone.
-    lost = HubAnswer("hub:29400", error="no hub listens there")
+    lost = HubAnswer("hub:29400", error="no hub listens at this address")
     shown = view.snapshot({"a": a}, {"b": "far cannot be asked"}, lost)
-    assert shown.notes[0] == "the hub does not answer: no hub listens there"
+    assert shown.notes[0] == "the hub does not answer: no hub listens at this address"
     assert shown.notes[1] == "b: far cannot be asked"
 
 

@@ -50,7 +50,7 @@ def test_runs_of_other_machines_are_found_by_name(tmp_path: Path) -> None:
     assert find_any("b", tmp_path) == remote("b-1", "y", 9e9), "the newest of this name"
     assert find_any(None, tmp_path) == remote("b-1", "y", 9e9)
     assert find_any("a", tmp_path) == RunDir(tmp_path / "a-1"), "newer than the one on x"
-    with pytest.raises(UserError, match="may mean 2 runs") as caught:
+    with pytest.raises(UserError, match="matches 2 runs") as caught:
         find_any("a-1", tmp_path)
     assert str(tmp_path / "a-1") in caught.value.fix and "a-1@x" in caught.value.fix
 
@@ -61,7 +61,7 @@ def test_runs_that_are_called_the_same_are_kept_apart(tmp_path: Path) -> None:
     bob = remote("b-1", "x", path="/home/bob/runs/b-1")
     for run in (ann, bob):
         write_remote(tmp_path, run)
-    with pytest.raises(UserError, match="b-1@x may mean 2 runs") as caught:
+    with pytest.raises(UserError, match="b-1@x matches 2 runs") as caught:
         find_any("b-1@x", tmp_path)
     assert f"ann@x:{ann.path}" in caught.value.fix and bob.place in caught.value.fix
     assert find_any(bob.place, tmp_path) == bob

@@ -70,7 +70,7 @@ def test_a_home_that_cannot_be_written_to(
     monkeypatch.setenv("HOME", "/")  # docker run --user 54321
     assert "HOME is /" in settle_home() and Path(os.environ["HOME"]).parent == nobody
     monkeypatch.setenv("HOME", str(closed))
-    assert "cannot be written to" in settle_home()
+    assert "which is not writable" in settle_home()
     assert os.environ["HOME"] == str(closed), "it may have files to read"
     assert hub_cache(os.environ).is_relative_to(nobody / f"isles-home-{os.getuid()}")
     assert settle_home() == ""
@@ -123,7 +123,7 @@ def test_a_tmpdir_that_cannot_be_used_gives_way_to_one_folder(
         assert home({"TMPDIR": str(nobody / "nowhere")}) == nobody / f"isles-home-{os.getuid()}"
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nonexistent"])
-    with pytest.raises(UserError, match="no folder for temporary files"):
+    with pytest.raises(UserError, match="cannot write to any folder for temporary"):
         home({"TMPDIR": str(nobody / "nowhere")})
 
 

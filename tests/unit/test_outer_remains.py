@@ -189,7 +189,7 @@ def test_lines_of_the_hub_stay_few_whatever_members_do():
             other = logging.LogRecord("hub", logging.ERROR, "a.py", 9, "other", (), None)
             written += [r.getMessage() for r in (record, other) if few.filter(r)]
         now += 61.0
-    dropped = "(more lines like this in this minute are dropped)"
+    dropped = "(isles drops similar lines in this minute)"
     once = ["no 0", "other", "no 1", "other", f"no 2 {dropped}", f"other {dropped}"]
     assert written == 2 * once
 

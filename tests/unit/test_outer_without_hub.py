@@ -188,9 +188,9 @@ def test_urls_are_looked_at(tmp_path):
         "training: {max_steps: 9, global_batch_size: 2}\nouter: {kind: diloco, sync_every: 2, %s}"
     )
     for outer, words in (
-        ("engine: bucket", "outer.url does not say where"),
-        ("engine: bucket, url: 's3://key:hush@bucket/x'", "credentials do not belong"),
-        ("engine: bucket, url: 's3://bucket/x?key=hush'", "credentials do not belong"),
+        ("engine: bucket", "needs outer.url"),
+        ("engine: bucket, url: 's3://key:hush@bucket/x'", "credentials, which do not belong"),
+        ("engine: bucket, url: 's3://bucket/x?key=hush'", "credentials, which do not belong"),
         ("engine: bucket, url: bucket/x", "not a place in object storage"),
         ("url: 's3://bucket/x'", "bucket"),
     ):

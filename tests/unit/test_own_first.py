@@ -61,12 +61,12 @@ def test_a_name_that_another_user_has_taken_too_means_the_own_run(tmp_path: Path
     own = a_run(tmp_path, "x-5", 1.0)
     write_remote(tmp_path, FAR)
     theirs = (tmp_path / ".remote").rename(tmp_path / ".remote.5")
-    with pytest.raises(UserError, match="may mean 2 runs"):
+    with pytest.raises(UserError, match="matches 2 runs"):
         find_any("x-5", tmp_path)
     give(*theirs.glob("*.json"))
     assert find_any("x-5", tmp_path) == own
     give(own.path, own.resolved, own.attempt(1).launch)
-    with pytest.raises(UserError, match="may mean 2 runs"):
+    with pytest.raises(UserError, match="matches 2 runs"):
         find_any("x-5", tmp_path)
 
 

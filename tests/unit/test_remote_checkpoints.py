@@ -77,7 +77,7 @@ def test_a_fresh_machine_goes_on_with_what_the_bucket_has(run_file, tmp_path, re
     assert not list(remote.rglob("join"))
     again = begin(run_file, tmp_path / "b", remote)
     assert again.resumed and again.run_dir.path == tmp_path / "b" / "tiny-1"
-    assert f"which is not here, from step 80 at {remote}/tiny-1" in again.note
+    assert f"which is not on this machine, from step 80 at {remote}/tiny-1" in again.note
     assert again.run_dir.metrics.read_bytes() == first.metrics.read_bytes()
     bring_newer(copy, again.run_dir, str, str, than=-1)
     (found,) = list_checkpoints(again.run_dir)
@@ -89,7 +89,7 @@ def test_a_fresh_machine_goes_on_with_what_the_bucket_has(run_file, tmp_path, re
     there = f"{remote}/tiny-1/checkpoints"
     named = begin(run_file, tmp_path / "d", remote, resume=f"{there}/step-00000060")
     assert named.resume_from == tmp_path / "d/tiny-1/checkpoints/step-00000060"
-    with pytest.raises(UserError, match="there is no checkpoint"):
+    with pytest.raises(UserError, match="checkpoint not found"):
         begin(run_file, tmp_path / "d", remote, resume=f"{there}/step-70")
 
 
@@ -100,7 +100,7 @@ def test_a_machine_that_was_overtaken_goes_on_where_the_other_ended(run_file, tm
     second = begin(run_file, tmp_path / "b", remote).run_dir
     copy = sent(second, remote, 40)
     again = begin(run_file, tmp_path / "a", remote)
-    assert "which is here up to step 20, from step 40" in again.note
+    assert "which this machine has up to step 20, from step 40" in again.note
     copy.store.write("summary.json", b"{}")
     over = begin(run_file, tmp_path / "a", remote)
     assert "tiny-1 is finished" in over.note and over.run_dir.name == "tiny-2"
@@ -197,7 +197,7 @@ def test_a_bucket_that_refuses_is_named_once_and_at_the_end(run_dir, remote, mon
     saved(run_dir, 40)
     made.look()
     (line,) = made.finish(lambda _: None)
-    assert len(notes) == 1 and "does not let this machine in: AccessDenied" in notes[0]
+    assert len(notes) == 1 and "refuses this machine: AccessDenied" in notes[0]
     assert "1 checkpoint on the disk wait" in notes[0] and "training goes on" in notes[0]
     assert "not at" in line and "step 20, step 40" in line and "isles checkpoint push" in line
     made.close()
@@ -205,7 +205,7 @@ def test_a_bucket_that_refuses_is_named_once_and_at_the_end(run_dir, remote, mon
 
 def test_a_place_that_holds_a_secret_or_is_none_is_refused(run_file):
     for url, why in (
-        ("s3://key:hidden@bucket/runs", "holds a user, a key or a password"),
+        ("s3://key:hidden@bucket/runs", "contains a user, a key or a password"),
         ("bucket/runs", "neither a URL nor an absolute path"),
         ("s3://bucket/runs?X-Amz-Signature=1", "behind"),
     ):

@@ -153,11 +153,11 @@ def test_the_trainer_takes_the_fsdp_json(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @each(
-    ("deepspeed-json", "{kind: fsdp}", "the strategy is fsdp"),
-    ("deepspeed-json", "{kind: auto}", "the strategy is auto"),
-    ("fsdp-json", "{kind: ddp}", "the strategy is ddp"),
-    ("fsdp-json", "{kind: fsdp, tp_size: 2}", "tp_size 2 has no word"),
-    ("fsdp-json", "{kind: fsdp, sharding_strategy: HYBRID_SHARD}", "has no word"),
+    ("deepspeed-json", "{kind: fsdp}", "the strategy fsdp"),
+    ("deepspeed-json", "{kind: auto}", "the strategy auto"),
+    ("fsdp-json", "{kind: ddp}", "the strategy ddp"),
+    ("fsdp-json", "{kind: fsdp, tp_size: 2}", "tp_size 2 has no equivalent"),
+    ("fsdp-json", "{kind: fsdp, sharding_strategy: HYBRID_SHARD}", "has no equivalent"),
 )
 def test_what_a_file_cannot_say_is_refused(to: Kind, strategy: str, words: str, *, tmp_path):
     overrides = (f"strategy={strategy}", "clusters.0.gpus_per_node=2", "clusters.0.device=cpu")

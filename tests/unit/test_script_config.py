@@ -51,7 +51,7 @@ def test_what_the_script_never_sees_is_refused(tmp_path: Path) -> None:
     expected = "3 training.max_steps, 8 model, 9 data, 10 seed, 11 checkpoint.keep, 13 track"
     assert ", ".join(keys) == expected
     assert last == "command line balance=even"
-    assert "means nothing beside training.script: train_phase2.py is started as it is" in found[0]
+    assert "has no effect with training.script: train_phase2.py does not read" in found[0]
 
 
 def test_what_torchrun_is_given(tmp_path: Path) -> None:
@@ -76,9 +76,9 @@ def test_without_a_script_all_is_as_before(tmp_path: Path) -> None:
     assert "the section model is missing" in model and "the section data is missing" in data
     text = "model: {name_or_path: llama-2m, init: scratch}\ndata: {sources: [{type: fake}]}\n"
     found = issues(tmp_path, f"{text}training: {{max_steps: 5, script_args: [x]}}\n")
-    assert "script_args are the arguments of a script, and there is none" in found[0]
+    assert "script_args needs training.script, which is not set" in found[0]
     found = issues(tmp_path, f"{text}training: {{max_steps: 5}}\nwatchdog: {{max_silence: 5m}}\n")
-    assert "max_silence is for a script of your own" in found[0]
+    assert "max_silence is only for training.script" in found[0]
 
 
 def test_a_script_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_a_script_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "train_phase1.py").touch()
     loaded = load(tmp_path, SMALL)
     (issue,) = data_issues(loaded)
-    assert issue.what == f"there is no such script: {tmp_path}/train_phase2.py"
+    assert issue.what == f"script not found: {tmp_path}/train_phase2.py"
     assert "run.yaml:3 training.script" in issue.where
     assert issue.fix == "did you mean train_phase1.py?"
     (tmp_path / "train_phase2.py").mkdir()

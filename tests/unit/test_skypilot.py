@@ -96,12 +96,12 @@ def test_the_run_file_comes_through_the_script_as_it_is(tmp_path: Path) -> None:
 
 
 @each(
-    (f"{AT}nodes=1:2", "SkyPilot ends all nodes of a job"),
-    (f"{AT}gpus_per_node=auto", "cannot be counted from here"),
-    (f"{AT}launcher.accelerators=['H100:8']", "gpus_per_node is it"),
-    (f"{AT}device=cpu", "the ranks compute on CPUs, and H100 is asked for"),
-    (f"{AT}launcher.resources={{any_of: []}}", "say which cards will do"),
-    (f"{AT}launcher.resources={{autostop: 5}}", "a key of its own"),
+    (f"{AT}nodes=1:2", "SkyPilot stops all nodes of a job"),
+    (f"{AT}gpus_per_node=auto", "cannot count the GPUs"),
+    (f"{AT}launcher.accelerators=['H100:8']", "which belongs in gpus_per_node"),
+    (f"{AT}device=cpu", "device is cpu, and accelerators requests H100"),
+    (f"{AT}launcher.resources={{any_of: []}}", "both select GPUs"),
+    (f"{AT}launcher.resources={{autostop: 5}}", "a separate key"),
     (f"{AT}launcher={{kind: skypilot, cluster: a, managed: true}}", "names the cluster"),
 )
 def test_what_skypilot_cannot_do_is_refused(override: str, words: str, *, tmp_path: Path) -> None:

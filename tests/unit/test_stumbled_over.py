@@ -124,7 +124,7 @@ def test_a_script_that_is_not_on_the_host_may_be_copied(tmp_path: Path, monkeypa
     text = "name: own\ntraining: {script: train_mlp.py}\n"
     ssh = "clusters=[{launcher: {kind: ssh, hosts: [a1]}, workdir: /x}]"
     (issue,) = data_issues(load(tmp_path, text, ssh))
-    assert "clusters[0].sync" in issue.fix
+    assert "clusters.0.sync" in issue.fix
     (issue,) = data_issues(load(tmp_path, text))
     assert "sync" not in issue.fix
 

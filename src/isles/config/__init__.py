@@ -1,15 +1,14 @@
-"""The run file: from its text to values that nothing changes any more.
+"""The run file: from its text to frozen values.
 
-`load.py` reads the file with its lines (`yaml.py`), applies overrides, has pydantic build the
-frozen sections of `sections/`, and asks `rules/` what is wrong between them: every issue is
-reported at once. `explain.py` turns pydantic's errors into issues, by the tree of keys (`keys.py`);
-`issues.py` guesses what an unknown key was meant to be. `resolve.py` fills in what follows from
-the file and the machine and writes resolved.yaml, which ranks read. `files.py` looks at the files
-that a run file names, `clusters.py` takes it apart for several clusters, `resume.py` compares it
-with that of an older start. `aliases.yaml` has the names that other tools use, `interop/` their
-files.
+`load.py` reads the file with its lines (`yaml.py`), applies overrides, lets pydantic build the
+frozen sections of `sections/`, and checks the `rules/` between them. It reports all issues
+together. `explain.py` turns pydantic's errors into issues, by the tree of keys (`keys.py`).
+`issues.py` guesses the meaning of an unknown key. `resolve.py` derives values from the file and the
+machine, and writes resolved.yaml for the ranks. `files.py` checks the files in a run file,
+`clusters.py` splits it for several clusters, and `resume.py` compares it with the run file of an
+older attempt. `aliases.yaml` has the names of other tools, `interop/` their files.
 
-Open `load.py` first. A new key is a field of its section in `sections/`, with its text below it;
-what it may not be combined with is a rule in the file of `rules/` of the same name; what other
-tools call it goes into `aliases.yaml`.
+Open `load.py` first. To add a key, add a field with its text to a section in `sections/`. Forbidden
+combinations with other keys are rules in the file of `rules/` of the same name. Its names in other
+tools go into `aliases.yaml`.
 """

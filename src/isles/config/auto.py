@@ -1,4 +1,4 @@
-"""`strategy: {kind: auto}`: the strategy that fits, with the least communication."""
+"""`strategy: {kind: auto}`: the strategy with the least communication that fits."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from isles.facts.memory.setting import usable_bytes
 from isles.facts.units import format_bytes
 
 SLOW_LINK = 10e9
-"""Bytes a second below which gathering parameters costs more than the computation it serves."""
+"""Bytes per second. Below this, gathering parameters takes longer than the computation with
+them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the machines of a run have.
+    """Resources of the machines of a run.
 
-    `memory_bytes` is of the rank that has least; the link, between all ranks, is None where it was
-    not needed.
+    `memory_bytes` is the memory of the rank with the least. The link, between all ranks, is None if
+    the choice does not need it.
     """
 
     world_size: int
@@ -35,7 +36,7 @@ class Machine:
 
 
 def describe(strategy: DDPStrategyConfig | FSDPStrategyConfig) -> str:
-    """A strategy in a word or two."""
+    """Short name of a strategy."""
     if isinstance(strategy, DDPStrategyConfig):
         return "ddp"
     return f"fsdp {strategy.sharding_strategy}"
@@ -59,7 +60,7 @@ def choose_strategy(
 ) -> tuple[DDPStrategyConfig | FSDPStrategyConfig, str]:
     """The strategy with the least communication that fits, and the reason in one line.
 
-    The machine's link must have been measured unless ddp fits.
+    Measure the machine's link first, unless ddp fits.
     """
 
     def needs(strategy: DDPStrategyConfig | FSDPStrategyConfig) -> int:
@@ -69,11 +70,12 @@ def choose_strategy(
     whole = needs(DDPStrategyConfig())
     has = f"of {format_bytes(machine.memory_bytes)} on the smallest rank"
     if machine.world_size == 1:
-        return DDPStrategyConfig(), f"one rank, which needs {format_bytes(whole)} {has}"
+        return DDPStrategyConfig(), f"a single rank needs {format_bytes(whole)} {has}"
     if whole <= usable:
         return (
             DDPStrategyConfig(),
-            f"the whole model fits: {format_bytes(whole)} {has}, and gradients travel once a step",
+            f"the whole model fits: {format_bytes(whole)} {has}, and ranks exchange gradients "
+            "once per step",
         )
     link, inside = machine.link_bytes_per_s or 0.0, machine.local_world_size
     is_slow = link < SLOW_LINK
@@ -82,7 +84,7 @@ def choose_strategy(
     if is_slow and machine.world_size > inside > 1:
         over_node = FSDPStrategyConfig(sharding_strategy="HYBRID_SHARD")
         if (needed := needs(over_node)) <= usable:
-            how = f"cut over the {inside} ranks of a node it needs {format_bytes(needed)}"
+            how = f"sharded over the {inside} ranks of a node it needs {format_bytes(needed)}"
             return over_node, f"{why}; {how}"
     if is_slow:
         gathered = FSDPStrategyConfig(sharding_strategy="SHARD_GRAD_OP")
@@ -90,8 +92,8 @@ def choose_strategy(
             how = "parameters stay gathered from forward to backward, with "
             return gathered, f"{why}; {how}{format_bytes(needed)}"
     cut = needs(FSDPStrategyConfig())
-    why += f"; cut over {machine.world_size} ranks it needs {format_bytes(cut)}"
+    why += f"; sharded over {machine.world_size} ranks it needs {format_bytes(cut)}"
     if cut > usable:
-        why += "; even that may not fit: lower data.seq_length, set "
+        why += ", which may not fit. Lower data.seq_length, set "
         why += "training.gradient_checkpointing: full, or strategy: {kind: fsdp, cpu_offload: true}"
     return FSDPStrategyConfig(), why

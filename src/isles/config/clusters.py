@@ -1,4 +1,4 @@
-"""A run file of several clusters: the part of one of them, and what all of them share."""
+"""A run file of several clusters: the part of one cluster, and the shared keys."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from isles.config.yaml import dump_yaml
 from isles.errors import ConfigError
 
 MAX_NAME_LENGTH = 63
-"""Of a run's name."""
+"""Longest name of a run."""
 
 _OWN = ("strategy", "balance")
-"""Keys at the top that a cluster may have of its own."""
+"""Keys at the top that a cluster can override."""
 
 _SHARED: dict[str, tuple[str, ...]] = {
     "name": (),
@@ -63,7 +63,7 @@ _PATHS = re.compile(r"(data\.sources\.\d+\.path|.*\.name_or_path|tokenizer\.chat
 
 
 def of_cluster(loaded: Loaded, index: int) -> Loaded:
-    """A run file as one of its clusters has it, with the text and the origins of the whole file."""
+    """The run file of one cluster, with the text and the origins of the whole file."""
     cluster = loaded.config.clusters[index]
     own = [name for name in _OWN if getattr(cluster, name) is not None]
     if len(loaded.config.clusters) == 1 and not own:
@@ -85,30 +85,30 @@ def of_cluster(loaded: Loaded, index: int) -> Loaded:
 
 
 def keys_of_cluster(text: str, index: int) -> str:
-    """A message of one cluster's run, in which it is `clusters[0]`, with its place in the file."""
-    text = text.replace("clusters[0]", f"clusters[{index}]")
-    return text.replace("clusters.0.", f"clusters.{index}.")
+    """A message of one cluster's run, with the cluster's number in the file instead of 0."""
+    return re.sub(r"\bclusters(?:\.0\b|\[0\])", f"clusters.{index}", text)
 
 
 def named_cluster(loaded: Loaded, name: str) -> Loaded:
     """The run of one of several clusters, RUN-CLUSTER, whose text loads again to the same values.
 
-    ConfigError: there is no such cluster, or both names together are too long.
+    ConfigError: the cluster does not exist, or both names together are too long.
     """
     names = [cluster.name for cluster in loaded.config.clusters]
     if name not in names:
         raise ConfigError(
-            f"there is no cluster {name}",
+            f"cluster {name} not found",
             where=loaded.where("clusters"),
-            fix=f"the run file has {', '.join(names)}",
+            fix=f"use a cluster of the run file: {', '.join(names)}",
         )
     index = names.index(name)
     both = f"{loaded.config.name}-{name}"
     if len(both) > MAX_NAME_LENGTH:
         raise ConfigError(
-            f"the cluster's run would be called {both}, which has {len(both)} characters",
+            f"the cluster's run would have the name {both}, with {len(both)} characters",
             where=loaded.where(f"clusters.{index}.name", "clusters"),
-            fix=f"use shorter names of run and cluster: {MAX_NAME_LENGTH - 1} characters together",
+            fix=f"use shorter names for run and cluster, with at most {MAX_NAME_LENGTH - 1} "
+            "characters together",
         )
     config = loaded.config.model_copy(update={"name": both})
     own = of_cluster(replace(loaded, config=config), index)
@@ -125,20 +125,20 @@ def shared_text(config: RunConfig) -> str:
             given = deepcopy(data[section])
             found[section] = {k: given[k] for k in keys if k in given} if keys else given
     if found.get("training", {}).get("max_steps") is None and config.training.max_time:
-        found["training"]["max_time"] = config.training.max_time  # it is the run's length
+        found["training"]["max_time"] = config.training.max_time  # the length of the run
     return dump_yaml(as_written(found))
 
 
 def is_place(key: str) -> bool:
-    """Whether a key says where something is read: a path, or an id at Hugging Face."""
+    """Whether a key is a place to read from: a path, or an id at Hugging Face."""
     return _PATHS.fullmatch(key) is not None
 
 
 def leads_outside(key: str, value: object) -> bool:
     """Whether a place from another cluster is outside of the folder of the run.
 
-    So is an address of any kind, which is opened with this machine's credentials, and so are hidden
-    files, which hold keys.
+    Addresses of any kind are outside, as isles opens them with this machine's credentials. Hidden
+    files are outside too, as they hold keys.
     """
     if not is_place(key) or not isinstance(value, str):
         return False

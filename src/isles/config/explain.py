@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a file, in plain words: the value, and a fix."""
+"""pydantic's errors as isles errors: the value, and a fix."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ _NO = frozenset(("no", "off", "false", "0", "n"))
 def explain(
     errors: Iterable[Mapping[str, Any]], data: object, file: type[BaseModel] = RunConfig
 ) -> list[Issue]:
-    """Every issue in `ValidationError.errors()` of this data, one a key, in plain words."""
+    """Every issue in `ValidationError.errors()` of this data, one per key."""
     types_by_path: dict[KeyPath, set[str]] = {}
     for error in errors:
         path = _path_in_file(error["loc"], error["type"], data, file)
         if error["type"] == "too_short" and _value_at(data, path):
-            continue  # pydantic counts the items that are right; the others have their own issue
-        # pydantic says so of the name itself.
+            continue  # pydantic counts only valid items, and the others have their own issue
+        # pydantic's mark for an error of the name itself.
         kind = "name" if error["loc"][-1:] == ("[key]",) else error["type"]
         types_by_path.setdefault(path, set()).add(kind)
     issues: list[Issue] = []
     missing: list[Issue] = []
     for path, types in types_by_path.items():
         if "literal_error" in types and any(o[: len(path)] == path != o for o in types_by_path):
-            continue  # no such word, and it was none: the issue is below it
+            continue  # the value is not a word, and has its own issue
         if "extra_forbidden" in types:
             issues += unknown_key(path, _value_at(data, path), file)
         elif "name" in types:
-            what = f"{quote(path[-1])} is no name that can stand in {dotted(path[:-1])}"
-            fix = "use letters, digits and '_', and no digit first"
+            what = f"{quote(path[-1])} is not a valid name in {dotted(path[:-1])}"
+            fix = "use letters, digits and '_', and begin with a letter or '_'"
             issues.append(Issue((dotted(path),), what, fix))
         elif "missing" in types:
             missing.append(_missing(path, file))
         else:
             issues.append(_WrongValue(path, _value_at(data, path), types, file).issue())
-    # `base_model: x` is one mistake, not two: no word on model.name_or_path being absent as well.
+    # `base_model: x` is one mistake: do not also report that model.name_or_path is missing.
     meant = [f"{key}." for issue in issues for key in issue.meant]
     return issues + [m for m in missing if not any(k.startswith(f"{m.keys[0]}.") for k in meant)]
 
@@ -56,22 +56,22 @@ def explain(
 def _missing(path: KeyPath, file: type[BaseModel]) -> Issue:
     node = keys.schema_at(path, file) or {}
     if not keys.is_section(node):
-        fix = f"add {path[-1]}: with {keys.allowed(node)}"
+        fix = f"add {path[-1]}: followed by {keys.allowed(node)}"
         return Issue((dotted(path),), f"the key {dotted(path)} is missing", fix)
     required = [key for key, child in keys.children(node).items() if "default" not in child]
-    below = f", and below it {', '.join(required)}" if required else ""
+    below = f" with {', '.join(required)} below it" if required else ""
     what = f"the section {dotted(path)} is missing"
     return Issue((dotted(path),), what, f"add {path[-1]}:{below}")
 
 
 class _WrongValue:
-    """A value that pydantic refused, beside what its key may hold."""
+    """A value that pydantic refused, and the type of its key."""
 
     def __init__(
         self, path: KeyPath, value: object, errors: set[str], file: type[BaseModel]
     ) -> None:
         self.path, self.value, self.file = path, value, file
-        self.errors = errors  # pydantic's names of them
+        self.errors = errors  # pydantic's error types
         self.node = keys.schema_at(path, file) or {}
         self.types = keys.value_types(self.node)
         self.name = f"{path[-2]}.{path[-1]}" if isinstance(path[-1], int) else str(path[-1])
@@ -85,7 +85,7 @@ class _WrongValue:
         if keys.is_section(node):
             return self._section()
         if value in (None, "", [], {}):
-            default = ", or delete the line to have the default" if "default" in node else ""
+            default = ", or delete the line for the default" if "default" in node else ""
             if keys.is_text_as_typed(self.path):
                 default = f', or {self.label}"" for empty text, or delete the line'
             what = "an empty list" if value == [] else f"empty ({scalar_text(value or None)})"
@@ -95,7 +95,7 @@ class _WrongValue:
             fix = f"use {keys.allowed(node, with_caps=is_large)}"
             return self._is(": too large" if is_large else ": too small", fix)
         if "duration" in self.types:
-            what, fix = ", not a time that can be used", f"write {allowed}"
+            what, fix = ", not a valid time", f"write {allowed}"
             if isinstance(value, int | float) and not isinstance(value, bool):
                 what, fix = ", without a unit", f"write {value}s, {value}m or {value}h"
             return self._is(what, fix)
@@ -110,17 +110,17 @@ class _WrongValue:
         return self._issue(f" is {quote(self.value)}{what}", fix)
 
     def _section(self) -> Issue:
-        # A section that is none, or of no kind that there is.
+        # A value that is not a section, or a section of an unknown kind.
         value, node, kinds = self.value, self.node, tuple(keys.by_kind(self.node))
         if isinstance(value, Mapping):
             if "kind" in value:
                 at = (*self.path, "kind")
                 return _WrongValue(at, value["kind"], self.errors, self.file)._word()
-            return self._issue(" does not say its kind", f"add kind: one of {', '.join(kinds)}")
+            return self._issue(" has no kind", f"add kind: one of {', '.join(kinds)}")
         if value not in (None, "") and keys.literals(node):
-            return self._word()  # a word stands for a section with its defaults
+            return self._word()  # a word means a section with default values
         inside = keys.children(node)
-        fix = f"write its keys below it, indented, such as {next(iter(inside))}: ..."
+        fix = f"write its keys indented below it, such as {next(iter(inside))}: ..."
         if value is None:
             return self._issue(" is empty", f"{fix}, or delete the line")
         if isinstance(value, str):
@@ -135,10 +135,10 @@ class _WrongValue:
                 fix = f"write {self.name}: {{kind: {kind}}}"
             elif key:
                 fix = f"write {self.label}{{{key}: {scalar_text(value)}}}"
-        return self._is(", not a section with keys of its own", fix)
+        return self._is(", not a section", fix)
 
     def _word(self) -> Issue:
-        # A word that is none of those that the key may hold.
+        # A word that the key does not accept.
         value, words = self.value, keys.literals(self.node)
         choices = f"use {keys.allowed(self.node)}"
         word = scalar_text(value).lower() if is_leaf(value) else ""
@@ -160,7 +160,7 @@ class _WrongValue:
             what, fix = ", not the name of a repository", f"use {allowed}"
             if "hub-id" not in own_types:
                 better = "-".join(re.findall(r"[A-Za-z0-9._]+", str(value))).lstrip("._-")[:63]
-                what, fix = ", no name for a folder", f"{fix}, such as {better or 'run'}"
+                what, fix = ", not a valid folder name", f"{fix}, such as {better or 'run'}"
             return self._is(what, fix)
         if isinstance(value, bool | int | float) and keys.literals(node) and not has_numbers:
             return self._word()
@@ -171,7 +171,7 @@ class _WrongValue:
         return self._is(f"{text}, not {keys.noun(node)}", fix)
 
     def _written_otherwise(self) -> str:
-        # How this value is written so that it has the key's type; empty: no idea.
+        # The value in a notation of the key's type, or empty if unknown.
         value, types, key = self.value, self.types, self.label
         if keys.is_own_text(self.node):
             return ""
@@ -198,7 +198,7 @@ class _WrongValue:
 
 
 def _as_number(text: str) -> int | float | None:
-    # The number that was meant by `8` in quotes, `1_000` or `1,000`; None for other text.
+    # The number behind `8` in quotes, `1_000` or `1,000`, or None for other text.
     try:
         number = resolve_plain(text.strip().replace("_", "").replace(",", ""))
     except ValueError:
@@ -215,7 +215,7 @@ def _is_finite(number: float) -> bool:
 def _path_in_file(
     loc: Sequence[str | int], kind: str, data: object, file: type[BaseModel]
 ) -> KeyPath:
-    # pydantic's place without the names of union members, which are in no file.
+    # pydantic's location without names of union members, which no file contains.
     path: list[str | int] = []
     node: keys.Schema = keys.tree(file)
     for position, part in enumerate(loc):

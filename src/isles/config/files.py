@@ -1,4 +1,4 @@
-"""What a run file says about files of this machine: the model's config.json, data, DeepSpeed's."""
+"""Files of this machine in a run file: the model's config.json, data, DeepSpeed's JSON."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ BUILT_IN = ("python-docs", "python-stdlib")
 """Sources that come with Python."""
 
 CHATML = "chatml"
-"""The chat template that is built in."""
+"""The built-in chat template."""
 
-GLOB_FIX = "try it with ls; ** stands for folders of any depth, and * skips hidden files"
+GLOB_FIX = "try the glob with ls. ** matches folders of any depth, and * skips hidden files"
 
 _SAVED = ("dataset_dict.json", "state.json")
 """One of them is in a folder that `save_to_disk` of the datasets library wrote."""
 
 _LOOKED_AT = 1000
-"""Names in a folder, to see of which kind its files are."""
+"""Number of names to read in a folder, to detect its file type."""
 
 _MOST_NAMES = 5_000_000
 """Limit for the names in all folders of `**`. A local disk needs ten seconds for this number."""
@@ -46,7 +46,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def shape_issues(loaded: Loaded, hub_cache: Path) -> list[ConfigError]:
-    """Every rule between the run file and the model's shape that is broken; see `find_shape`."""
+    """Every broken rule between the run file and the model's shape. See `find_shape`."""
     try:
         shape = find_shape(loaded.config.model, hub_cache)
     except ConfigError as error:
@@ -55,10 +55,11 @@ def shape_issues(loaded: Loaded, hub_cache: Path) -> list[ConfigError]:
 
 
 def find_shape(model: ModelConfig, hub_cache: Path) -> dict[str, Any] | None:
-    """The model's Hugging Face config, where it is here: shipped, in a folder, or downloaded.
+    """The model's Hugging Face config, if it is on this machine: shipped, in a folder, or
+    downloaded.
 
-    None where it is not here, or cannot be read: the ranks look again, and say why.
-    ConfigError: it is not a config.json, or has sizes that make no sense.
+    None if it is missing or not readable. The ranks try again, and report the reason.
+    ConfigError: it is not a config.json, or has invalid sizes.
     """
     name = model.name_or_path
     if name in shape_names():
@@ -79,7 +80,7 @@ def find_shape(model: ModelConfig, hub_cache: Path) -> dict[str, Any] | None:
 
 
 def deepspeed_issues(loaded: Loaded) -> list[ConfigError]:
-    """Every contradiction between the run file and the DeepSpeed file that it names."""
+    """Every contradiction between the run file and its DeepSpeed file."""
     strategy = loaded.config.strategy
     if not isinstance(strategy, DeepSpeedStrategyConfig) or strategy.config_file is None:
         return []
@@ -87,7 +88,7 @@ def deepspeed_issues(loaded: Loaded) -> list[ConfigError]:
 
 
 def data_issues(loaded: Loaded) -> list[ConfigError]:
-    """Every script, model, source or chat template that is not here, nor can be on the hub."""
+    """Every missing script, model, source or chat template, except ids at Hugging Face."""
     return list(_missing(loaded))
 
 
@@ -100,19 +101,19 @@ def _missing(loaded: Loaded) -> Iterator[ConfigError]:
     if config.training.script is not None:
         path = Path(config.training.script)
         if not path.is_file():
-            what = f"there is no such script: {path.absolute()}"
+            what = f"script not found: {path.absolute()}"
             what += " is a folder" if path.is_dir() else ""
             fix, cluster = how_to_find(path), config.clusters[0]
             if isinstance(cluster.launcher, SshLauncherConfig) and cluster.sync is None:
-                fix = f"let isles copy the folder with it to the hosts: clusters[0].sync; or {fix}"
+                fix = f"set clusters.0.sync, so that isles copies its folder to the hosts; or {fix}"
             yield missing("files.script", "training.script", what, fix)
     for key in ("model.name_or_path", "tokenizer.name_or_path"):
         name = config.at(key)
-        # A name of two parts may be on the hub, whatever folders are here.
+        # A name of two parts may be an id at Hugging Face, whatever folders exist.
         if name is not None and not _HUB_ID.fullmatch(name):
             path = Path(name).expanduser()
             if not _exists(path):
-                what, fix = f"there is no such folder: {path.absolute()}", how_to_find(path)
+                what, fix = f"folder not found: {path.absolute()}", how_to_find(path)
                 yield missing("files.model", key, what, fix)
     for index, source in enumerate(config.data.sources):
         try:
@@ -120,12 +121,12 @@ def _missing(loaded: Loaded) -> Iterator[ConfigError]:
         except DataError as error:
             found = error.what, error.fix
         except OSError:
-            continue  # the rank that reads it says more
+            continue  # the rank that reads it reports the error
         if found:
             yield missing("files.data", f"data.sources.{index}.path", *found)
     template = config.tokenizer.chat_template
     if template not in (None, CHATML) and not (path := Path(template).expanduser()).is_file():
-        what, fix = f"there is no chat template {path.absolute()}", f"{how_to_find(path)}; or use "
+        what, fix = f"chat template not found: {path.absolute()}", f"{how_to_find(path)}; or use "
         yield missing("data.template", "tokenizer.chat_template", what, f"{fix}{CHATML}")
 
 
@@ -139,10 +140,10 @@ def _missing_source(source: SourceConfig) -> tuple[str, str] | None:
     if _exists(path) or named_files(name):
         return _odd_file(path)
     if glob.has_magic(name):
-        return f"the glob {name} matches no file from {Path.cwd()}", GLOB_FIX
+        return f"no file in {Path.cwd()} matches the glob {name}", GLOB_FIX
     if may_be_hub_id(name):
         return None
-    return f"there is no such file: {path.absolute()}", how_to_find(path)
+    return f"file not found: {path.absolute()}", how_to_find(path)
 
 
 def _odd_file(path: Path) -> tuple[str, str] | None:
@@ -154,11 +155,11 @@ def _odd_file(path: Path) -> tuple[str, str] | None:
     except OSError:
         return None  # the rank that reads it says more
     what = f"it is not a regular file: {path.absolute()}"
-    return what, "name a file: isles does not read a pipe, a socket or a device"
+    return what, "give a regular file, as isles does not read pipes, sockets or devices"
 
 
 def folder_issue(path: Path) -> tuple[str, str] | None:
-    """Why a source is not this folder, and how to name what is in it; None: it may be."""
+    """The reason why this folder is not a source and a fix, or None if it may be one."""
     try:
         if not path.is_dir() or any((path / name).is_file() for name in _SAVED):
             return None
@@ -168,15 +169,15 @@ def folder_issue(path: Path) -> tuple[str, str] | None:
         )
     except OSError:
         return None  # the rank that reads it says more
-    # Not read as it is: a folder of data also holds readmes, archives and caches.
+    # isles does not read all files of a folder, which may also have readmes, archives and caches.
     read = [kind for kind, _ in kinds.most_common() if ending_of(f"a{kind}").format]
-    what = f"{path.absolute()} is a folder, and not one that save_to_disk of datasets wrote"
+    what = f"{path.absolute()} is a folder that save_to_disk of datasets did not write"
     glob_of_all = f"{path}/**/*{read[0] if read else '.jsonl'}"
-    return what, f"name its files with a glob, such as {glob_of_all}"
+    return what, f"give its files with a glob, such as {glob_of_all}"
 
 
 def named_files(name: str) -> list[Path]:
-    """The files that a source names on this machine: one file, a folder, or the matches of a glob.
+    """The files of a source on this machine: one file, a folder, or the matches of a glob.
 
     DataError: a glob finds a private file over a link (see `check_found`), or too many names.
     """
@@ -245,9 +246,9 @@ def _folders(tops: list[str], looked_at: Iterator[int], name: str) -> Iterator[s
 def _is_folder(entry: os.DirEntry[str], looked_at: Iterator[int], name: str) -> bool:
     if next(looked_at) >= _MOST_NAMES:
         raise DataError(
-            f"there are more than {_MOST_NAMES:,} files and folders to look at",
+            f"the glob searches more than {_MOST_NAMES:,} files and folders",
             where=name,
-            fix="use a glob for a smaller folder; look for links to other folders in this one",
+            fix="use a glob for a smaller folder, and check the folder for links to other folders",
             id="files.data",
         )
     try:
@@ -264,7 +265,7 @@ def _exists(path: Path) -> bool:
 
 
 def may_be_hub_id(name: str) -> bool:
-    """Whether a source may be a dataset of the Hugging Face hub, by its name alone."""
+    """Whether a source may be a dataset at Hugging Face, by its name."""
     ending = ending_of(name)
     if not _HUB_ID.fullmatch(name) or ending.format or ending.packing:
         return False
@@ -273,14 +274,14 @@ def may_be_hub_id(name: str) -> bool:
 
 
 def how_to_find(path: Path) -> str:
-    """A fix for a path where nothing is: the nearest name, or where the path ends."""
+    """A fix for a missing path: the nearest name, or the last existing folder."""
     folder = path.parent
     if not folder.is_dir():
         while not folder.is_dir():
             folder = folder.parent
-        return f"the path ends at {folder.absolute()}"
+        return f"check the path, whose last existing folder is {folder.absolute()}"
     try:
         near = difflib.get_close_matches(path.name, [e.name for e in folder.iterdir()], n=3)
     except OSError:
         near = []
-    return f"did you mean {' or '.join(near)}?" if near else f"see ls {folder.absolute()}"
+    return f"did you mean {' or '.join(near)}?" if near else f"look in ls {folder.absolute()}"

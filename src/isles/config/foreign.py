@@ -165,12 +165,12 @@ def unchanging(folder: Path, names: Iterable[str] = ()) -> Iterator[Path]:
         names: the files to copy. Default: all files that `check_folder` checks, without weights.
 
     Yields:
-        `folder` itself if nobody else can write to it, or else a copy, which this function deletes
-        at the end. The caller must check the copy again: the files may have changed.
+        `folder` itself if no other user can write to it, or else a copy, which this function
+        deletes at the end. The caller must check the copy again: the files may have changed.
 
     Raises:
         OSError: a file cannot be read.
-        ScratchError: there is no room for a copy.
+        ScratchError: the disk has no space for a copy.
         ValueError: a file is too large, or is not a regular file.
     """
     if not is_open_to_others(folder):
@@ -266,7 +266,7 @@ def weight_files(path: Path) -> dict[str, str]:
         raise ValueError("it has no weight_map")
     for file in files.values():
         if not is_plain(file):
-            raise ValueError(f"its weight_map names {str(file)[:200]!r}, not a file beside it")
+            raise ValueError(f"its weight_map names {str(file)[:200]!r}, not a file next to it")
     return files
 
 
@@ -275,14 +275,14 @@ def model_config(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: it cannot be read.
-        ConfigError: it is not a config.json, or a size in it makes no sense.
+        ConfigError: it is not a config.json, or a size in it is invalid.
     """
     try:
         config = read_json(path, MAX_CONFIG_BYTES)
         if not isinstance(config, dict):
             raise ValueError("it is not a JSON object")
     except ValueError as error:
-        raise _refused(str(path), f"the model's config.json cannot be used: {error}") from None
+        raise _refused(str(path), f"isles cannot use the model's config.json: {error}") from None
     check_config(config, str(path))
     return config
 
@@ -316,7 +316,7 @@ def check_folder(folder: Path) -> None:
             else:
                 read_json(path, MAX_CONFIG_BYTES)
         except ValueError as error:
-            raise _refused(str(path), f"this file cannot be used: {error}") from None
+            raise _refused(str(path), f"isles cannot use this file: {error}") from None
         except OSError:
             continue  # the code that needs the file reports it
 
@@ -334,7 +334,7 @@ def _check_tokenizer(path: Path) -> None:
             raise ConfigError(
                 what,
                 where=f"{path} {key}",
-                fix="delete this key there, or use another tokenizer (tokenizer.name_or_path)",
+                fix="delete this key, or use another tokenizer (tokenizer.name_or_path)",
                 id="data.tokenizer",
             )
 
@@ -347,9 +347,7 @@ def _odd_setting(key: str, value: object, *, is_map: bool) -> str:
         is_list = isinstance(value, list) and all(map(is_plain, value))
         return "" if is_list else f"{_short(value)} is not a list of plain names of files"
     if key in _CARRIERS and value not in (None, [], {}):
-        return (
-            f"{_short(value)}: a tokenizer takes its vocabulary from the files of its folder only"
-        )
+        return f"{_short(value)}: a tokenizer takes its vocabulary only from files of its folder"
     # The map has the last word, so none of its values is replaced.
     if (key in _FROM_FOLDER and not is_map) or _TOKEN_KEY.fullmatch(key):
         return ""
@@ -388,7 +386,7 @@ def _with_home(path: str) -> str:
 
 
 def check_generation(path: Path) -> None:
-    """Refuse a generation_config.json whose ids of tokens make no sense.
+    """Refuse a generation_config.json with invalid token ids.
 
     Raises:
         OSError: it cannot be read.
@@ -399,14 +397,14 @@ def check_generation(path: Path) -> None:
         if not isinstance(found, dict):
             raise ValueError("it is not a JSON object")
     except ValueError as error:
-        raise _refused(str(path), f"this file cannot be used: {error}") from None
+        raise _refused(str(path), f"isles cannot use this file: {error}") from None
     for name, value in found.items():
         if what := _odd_tokens(name, value):
             raise _refused(f"{path} {name}", what)
 
 
 def check_config(config: Mapping[str, Any], where: str) -> None:
-    """Refuse a config.json whose sizes make no sense. ConfigError, with the key."""
+    """Refuse a config.json with invalid sizes. ConfigError, with the key."""
     for key, what in _odd(config):
         raise _refused(f"{where} {key}", what)
 
@@ -426,7 +424,10 @@ def _odd(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
     yield from _odd_choices(config, prefix)
     heads, shared = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
-        yield f"{prefix}num_key_value_heads", f"{heads} heads cannot share {shared} of them evenly"
+        yield (
+            f"{prefix}num_key_value_heads",
+            f"{shared} does not divide the {heads} attention heads",
+        )
     for name, value in config.items():
         if isinstance(value, dict) and not _TOKEN_ID.fullmatch(name):
             yield from _odd(value, f"{prefix}{name}.")
@@ -451,7 +452,7 @@ def _odd_choices(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, 
     if kinds is not None and not (isinstance(kinds, list) and all(map(is_plain, kinds))):
         yield f"{prefix}layer_types", f"{_short(kinds)} is not a list of names"
     elif kinds is not None and isinstance(layers, int) and len(kinds) != layers:
-        yield f"{prefix}layer_types", f"it has {len(kinds)} kinds for {layers} layers"
+        yield f"{prefix}layer_types", f"the list has {len(kinds)} kinds for {layers} layers"
 
 
 def _odd_tokens(name: str, value: object) -> str:
@@ -460,7 +461,7 @@ def _odd_tokens(name: str, value: object) -> str:
     for each in value if isinstance(value, list) else [value]:
         # -1 stands for no token in some published models.
         if not isinstance(each, int) or isinstance(each, bool) or not -1 <= each < 2**31:
-            return f"{_short(value)} is not a token's id, nor a list of them"
+            return f"{_short(value)} is not a token id or a list of token ids"
     return ""
 
 
@@ -486,7 +487,7 @@ def _refused(where: str, what: str) -> ConfigError:
     return ConfigError(
         what,
         where=where,
-        fix="repair it there, or use another model (model.name_or_path)",
+        fix="correct the file, or use another model (model.name_or_path)",
         id="model.config",
     )
 

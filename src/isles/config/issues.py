@@ -1,4 +1,4 @@
-"""Issues of a file: what rules yield, and what an unknown key was meant to be.
+"""Issues of a file, and the likely meaning of an unknown key.
 
 The names that other tools use are data: aliases.yaml.
 """
@@ -20,22 +20,21 @@ from isles.config.sections.run import RunConfig
 from isles.config.yaml import KeyPath, dotted, is_leaf, parse_yaml, scalar_text, shorten
 
 _OUTER = "outer"
-"""A section whose keys, such as lr, are mostly meant for the inner steps where they stand alone."""
+"""A section whose keys, such as lr, are mostly meant for the inner steps if given without it."""
 _MESH_KEYS = ("tp_size", "cp_size", "pp_size", "pp_schedule", "cp_method")
 _NOT_WITH_DEEPSPEED = (
-    "; DeepSpeed's ZeRO stands alone here: from stage 2 on it cuts the gradients that a pipeline "
-    "still adds up, and it does not know matrices that are cut already. fsdp does what ZeRO-3 "
-    "does, also in a pipeline"
+    ". isles does not combine DeepSpeed's ZeRO with tensor, context or pipeline parallelism. "
+    "fsdp shards like ZeRO-3, and works with all three"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """What is wrong with a file.
+    """A problem of a file.
 
     Args:
-        keys: the dotted keys that it is about; it is reported at the first that was given.
-        meant: keys that an unknown one may have meant; rules about them would only confuse.
+        keys: its dotted keys. isles reports it at the first given key.
+        meant: likely keys for an unknown key. isles skips the rules of these keys.
     """
 
     keys: tuple[str, ...]
@@ -45,11 +44,11 @@ class Issue:
 
 
 _Guess = tuple[str, tuple[str, ...], tuple[str, ...]]
-"""A fix for an unknown key, the keys that may have been meant, and the tools that have its name."""
+"""A fix for an unknown key, the likely keys, and the tools that use the name."""
 
 
 def show_value(value: object) -> str:
-    """A value as rules write it: `true`, `0.3`, `q_proj, v_proj`."""
+    """A value as text in errors of rules: `true`, `0.3`, `q_proj, v_proj`."""
     match value:
         case None:
             return "null"
@@ -87,9 +86,9 @@ class Alias:
     """A key of another tool.
 
     Args:
-        name: as that tool writes it, with underscores: `training.seq_len`.
-        target: the key of isles, dotted; None where there is none.
-        note: why there is none, or what to mind.
+        name: the tool's name, with underscores: `training.seq_len`.
+        target: the dotted key of isles, or None.
+        note: the reason why isles has no key, or a caution.
     """
 
     name: str
@@ -100,7 +99,7 @@ class Alias:
 
 @cache
 def aliases() -> Mapping[str, Any]:
-    """aliases.yaml as it is: `keys`, `values`, `sections`."""
+    """The content of aliases.yaml: `keys`, `values`, `sections`."""
     entry = resources.files("isles.config") / "aliases.yaml"
     text = entry.read_text(encoding="utf-8").replace("{version}", __version__)
     return parse_yaml(text, entry.name).value
@@ -124,7 +123,7 @@ def alias_keys() -> dict[str, Alias]:
 
 @cache
 def alias_words(kind: str, key: str) -> dict[str, str]:
-    """Words of other tools for `values` of a key, or for whole `sections`, and what they are here.
+    """Words of other tools for `values` of a key or for whole `sections`, with the isles values.
 
     The items of lists are item 0 in a key.
     """
@@ -133,7 +132,7 @@ def alias_words(kind: str, key: str) -> dict[str, str]:
 
 
 def find_alias(path: Sequence[str | int]) -> Alias | None:
-    """The other tool's name that a key is, by its whole path or its last part."""
+    """The alias that matches a key, by its whole path or its last part."""
     names = alias_keys()
     parts = [_normal(part) for part in path if isinstance(part, str)]
     found = (names.get(".".join(parts[start:])) for start in range(len(parts)))
@@ -141,7 +140,7 @@ def find_alias(path: Sequence[str | int]) -> Alias | None:
 
 
 def unknown_key(path: KeyPath, value: object, file: type[BaseModel] = RunConfig) -> list[Issue]:
-    """A key that isles does not have; and those below it that another tool has."""
+    """Issues of an unknown key, and of keys of other tools below it."""
     fix, meant, tools = next(_guesses(path, file))
     *others, last = tools or ("",)
     origin = f", a name from {', '.join(others)}{' and ' if others else ''}{last}" if tools else ""
@@ -162,14 +161,14 @@ def _guesses(path: KeyPath, file: type[BaseModel] = RunConfig) -> Iterator[_Gues
     siblings = keys.children(above)
     if name == path[-1] and (kinds := keys.kinds_with(above, name)):
         why = _NOT_WITH_DEEPSPEED if name in _MESH_KEYS else ""
-        yield f"it goes with kind: {' or '.join(kinds)}{why}", (dotted(path),), ()
+        yield f"it needs kind: {' or '.join(kinds)}{why}", (dotted(path),), ()
     if name in siblings:
         yield f"write it as {name}", (dotted((*parent, name)),), ()
     alias = find_alias(path) if file is RunConfig else None
     if "." in name:
         inner = tuple(int(part) if part.isdecimal() else part for part in name.split("."))
         for whole in (dotted(p) for p in ((*parent, *inner), inner) if keys.schema_at(p, file)):
-            fix = f"a dotted key works on the command line only: write it {_place(whole)}"
+            fix = f"a dotted key works only on the command line: write it {_place(whole)}"
             yield fix, (whole,), ()
         if alias is None:
             yield from _guesses((*parent, *inner), file)
@@ -200,7 +199,7 @@ def _from_alias(alias: Alias) -> _Guess:
     if alias.target is None:
         return f"delete it: {alias.note}", (), alias.tools
     note = f" ({alias.note})" if alias.note else ""
-    return f"here it is called {alias.target}{note}", (alias.target,), alias.tools
+    return f"isles calls it {alias.target}{note}", (alias.target,), alias.tools
 
 
 def _place(target: str) -> str:

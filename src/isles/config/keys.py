@@ -1,4 +1,4 @@
-"""The tree of a file's keys, from its JSON schema: what each may hold, in plain words."""
+"""The tree of a file's keys and their types, from its JSON schema."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run_schema() -> dict[str, Any]:
 
 @cache
 def tree(file: type[BaseModel] = RunConfig) -> Schema:
-    """The keys of a kind of file: its JSON schema with what it refers to in its place."""
+    """The keys of a kind of file: its JSON schema with every reference replaced."""
     schema = file.model_json_schema()
 
     def whole(node: Any) -> Any:
@@ -40,7 +40,7 @@ def tree(file: type[BaseModel] = RunConfig) -> Schema:
 
 
 def children(node: Schema) -> dict[str, Schema]:
-    """The keys of a section; of every kind, where it comes in kinds. Empty for a value."""
+    """The keys of a section, of all its kinds. Empty for a value."""
     found: dict[str, Schema] = {}
     for option in _options(node):
         for key, child in option.get("properties", {}).items():
@@ -50,16 +50,16 @@ def children(node: Schema) -> dict[str, Schema]:
 
 
 def items(node: Schema) -> Schema | None:
-    """What an item of a list is; None where the key holds no list."""
+    """The schema of the items of a list, or None if the key holds no list."""
     return next((option["items"] for option in _options(node) if "items" in option), None)
 
 
 def named(node: Schema) -> Schema | None:
-    """What stands under each name of a key that takes names of the user's own; else None."""
+    """The schema of the values of a key that takes the user's own names, or None."""
     inner = (
         value
         for option in _options(node)
-        # pydantic writes names of a certain form as `patternProperties`.
+        # pydantic writes names with a pattern as `patternProperties`.
         for value in (
             option.get("additionalProperties"),
             *option.get("patternProperties", {}).values(),
@@ -69,9 +69,9 @@ def named(node: Schema) -> Schema | None:
 
 
 def is_text_as_typed(path: tuple[str | int, ...]) -> bool:
-    """Whether a key names a variable of the environment, whose value is text: `0010` stays `0010`.
+    """Whether a key is an environment variable, whose value is text: `0010` stays `0010`.
 
-    `config/yaml.py` asks, for the values that YAML would take for numbers and booleans.
+    For `config/yaml.py`: YAML would read such values as numbers and booleans.
     """
     # Not every section with free names: the resources of SkyPilot, for one, have booleans.
     if path[-2:-1] != ("variables",):
@@ -81,7 +81,7 @@ def is_text_as_typed(path: tuple[str | int, ...]) -> bool:
 
 
 def by_kind(node: Schema) -> dict[str, Schema]:
-    """The forms of a section that comes in kinds, by kind."""
+    """The variants of a section, by their `kind`."""
     return {
         kind: option
         for option in _options(node)
@@ -95,7 +95,7 @@ def kinds_with(node: Schema, key: str) -> tuple[str, ...]:
 
 
 def schema_at(path: tuple[str | int, ...], file: type[BaseModel] = RunConfig) -> Schema | None:
-    """The schema of one key; None where there is no such key."""
+    """The schema of one key, or None if the key does not exist."""
     node: Schema | None = tree(file)
     for part in path:
         if node is None:
@@ -106,7 +106,7 @@ def schema_at(path: tuple[str | int, ...], file: type[BaseModel] = RunConfig) ->
 
 @cache
 def all_paths(file: type[BaseModel] = RunConfig) -> tuple[tuple[str | int, ...], ...]:
-    """Every key and section, from the top down; the items of a list as its item 0."""
+    """Every key and section, from the top down; with item 0 for the items of a list."""
 
     def walk(node: Schema, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
         for key, child in children(node).items():
@@ -119,12 +119,12 @@ def all_paths(file: type[BaseModel] = RunConfig) -> tuple[tuple[str | int, ...],
 
 
 def own_types(node: Schema) -> set[str]:
-    """Types of isles' own that a key may hold: `duration`, `hub-id`, `one-line` and the like."""
+    """Types of isles that a key accepts: `duration`, `hub-id`, `one-line` and others."""
     return {option["x-isles-type"] for option in _options(node) if "x-isles-type" in option}
 
 
 def is_own_text(node: Schema) -> bool:
-    """Whether a key holds a rate or an address, say, which are written in one way only."""
+    """Whether a key holds a type with one notation, such as a rate or an address."""
     return not own_types(node).isdisjoint(_OWN_TEXTS)
 
 
@@ -133,9 +133,9 @@ def is_section(node: Schema) -> bool:
 
 
 def allowed(node: Schema, *, with_caps: bool = False) -> str:
-    """What a key may hold, such as `a whole number, at least 1, or auto`.
+    """Text for the type of a key, such as `a whole number, at least 1, or auto`.
 
-    Upper limits that nobody meets but by a slip are named only `with_caps`.
+    Upper limits above 10^9 appear only `with_caps`.
     """
     words: list[str] = []
     for option in _options(node):
@@ -150,7 +150,7 @@ def allowed(node: Schema, *, with_caps: bool = False) -> str:
 
 
 def literals(node: Schema) -> tuple[str, ...]:
-    """The words that a key may hold."""
+    """The words that a key accepts."""
     words = (
         str(value)
         for option in _options(node)
@@ -160,7 +160,7 @@ def literals(node: Schema) -> tuple[str, ...]:
 
 
 def value_types(node: Schema) -> set[str]:
-    """JSON types that a key may hold, `duration` among them."""
+    """JSON types that a key accepts, including `duration`."""
     return {
         "duration" if option.get("x-isles-type") == "duration" else option.get("type", "object")
         for option in _options(node)
@@ -172,7 +172,7 @@ def has_numbers(node: Schema) -> bool:
 
 
 def noun(node: Schema) -> str:
-    """What a key holds, in two words: `a whole number`."""
+    """Short text for the type of a key: `a whole number`."""
     option = next(option for option in _options(node) if option.get("type") != "null")
     if (own := option.get("x-isles-type")) in _OWN_TEXTS:
         return _OWN_TYPES[own]
@@ -180,7 +180,7 @@ def noun(node: Schema) -> str:
 
 
 def as_written(values: Mapping[str, object]) -> dict[str, object]:
-    """Values as a run file has them: lengths of time as `20m`."""
+    """Values in the notation of a run file: durations as `20m`."""
 
     def written(value: object, path: tuple[str | int, ...]) -> object:
         if isinstance(value, Mapping):
@@ -209,7 +209,7 @@ _NOUNS = {
     "string": "text",
     "boolean": "true or false",
     "array": "a list",
-    "object": "a section with keys of its own",
+    "object": "a section",
 }
 _OWN_TYPES = {
     "duration": "a time such as 90s, 20m, 23h30m, 2d or 12:30:00",
@@ -217,9 +217,9 @@ _OWN_TYPES = {
     "text": "text",
     "one-line": "text on one line",
     "interface": "a network interface such as eth0",
-    "login": "a host as ssh takes it, such as me@big-box",
+    "login": "an ssh destination such as me@big-box",
     "hub-id": "owner/name",
-    "rate": "bytes a second, such as 500kB or 20MB",
+    "rate": "bytes per second, such as 500kB or 20MB",
     "line": "a rate with its unit, such as 100Mbit/s or 12MB/s",
     "count": "a number such as 7000000000 or 7B",
     "address": "HOST:PORT, such as hub.example.org:29400",

@@ -29,12 +29,12 @@ class Place:
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The grid of ranks. The last axis varies fastest from rank to rank: pp, replicate, dp_shard,
-    cp, tp; so tensor parallel ranks are neighbours, and pipeline stages lie farthest apart.
+    cp, tp; so tensor-parallel ranks are adjacent, and pipeline stages are farthest apart.
 
     Args:
         pp, cp, tp: sizes of the model-parallel axes.
-        replicate: groups that each hold a whole sharded copy of the model.
-        dp_shard: ranks of such a group that read different data.
+        replicate: number of groups that each hold a sharded copy of the model.
+        dp_shard: number of ranks of such a group that read different data.
     """
 
     pp: int
@@ -66,9 +66,9 @@ class Layout:
 
 
 def make_layout(strategy: Strategy, world_size: int, *, local_world_size: int) -> Layout:
-    """The grid of a strategy on so many ranks. ConfigError: the sizes do not divide them.
+    """The grid of a strategy on `world_size` ranks. ConfigError: the sizes do not divide them.
 
-    `local_world_size`: ranks on one node; what HYBRID_SHARD shares a copy among by default.
+    `local_world_size`: ranks on one node, and the default of HYBRID_SHARD for a copy.
     """
     match strategy:
         case AutoStrategy() | DeepSpeedStrategyConfig():
@@ -90,9 +90,9 @@ def _data_parallel(strategy: DDPStrategyConfig | FSDPStrategyConfig, world_size:
     product = " x ".join(f"{name} {size}" for name, size in sizes if size > 1)
     keys = [name for name in ("tp_size", "cp_size", "pp_size") if getattr(strategy, name) > 1]
     raise ConfigError(
-        f"{product} needs a multiple of {unit} ranks, and there are {world_size}",
+        f"{product} needs a multiple of {unit} ranks, and the run has {world_size}",
         where=f"strategy.{keys[0]}",
-        fix=f"give it {unit} ranks or a multiple (gpus_per_node), or use "
+        fix=f"use {unit} ranks or a multiple (gpus_per_node), or "
         + (f"sizes whose product divides {world_size}" if world_size > 1 else "sizes of 1"),
         id="strategy.sizes",
     )

@@ -58,12 +58,12 @@ def length_notes(training: TrainingConfig, steps: int, samples: int) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """What is known of the data before it is prepared.
+    """Known properties of the data before preparation.
 
     Args:
-        tokens: of all sources; None: not known.
-        samples: training samples of one pass over the data; None: not known.
-        steps: length of the run; None: not known, or a time.
+        tokens: tokens of all sources, or None if unknown.
+        samples: training samples of one pass over the data, or None if unknown.
+        steps: length of the run, or None if unknown or a time.
         is_guess: whether `steps` follows from the sizes of files.
     """
 
@@ -89,7 +89,7 @@ def data_of(config: RunConfig) -> Data:
 
 
 def guessed_issues(config: RunConfig, data: Data) -> list[Issue]:
-    """What a run would refuse or note about its length if the guess of its data is right."""
+    """Errors or notes about the length of a run, if the guess of its data is right."""
     if data.steps is None or data.samples is None:
         return []
     issues = list(schedule_rules(config.training, data.steps)) if data.is_guess else []

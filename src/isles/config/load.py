@@ -1,7 +1,8 @@
-"""The run file and the overrides, read, checked and typed, with where each value came from."""
+"""Reads, checks and types the run file and the overrides, with the origin of each value."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -27,12 +28,12 @@ _LENGTHS = ("max_steps", "num_train_epochs")
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A run file without an issue, as far as the file alone can tell.
+    """A run file without issues, before checks that need a machine.
 
     Args:
-        origins: dotted path of every key, section and item that was given -> `run.yaml:9` or
-            `command line`. What is absent has its default.
-        path: the file, as it was named.
+        origins: dotted path of every given key, section and item -> `run.yaml:9` or `command line`.
+            Absent keys have their default.
+        path: the file, as the user gave it.
     """
 
     config: RunConfig
@@ -41,7 +42,7 @@ class Loaded:
     path: Path
 
     def where(self, *dotted_keys: str) -> str:
-        """Where to look for an issue of these keys: at the first of them that was given."""
+        """Place of an issue of these keys: the first given key."""
         for key in dotted_keys:
             if key in self.origins:
                 return f"{self.origins[key]} {key}"
@@ -51,13 +52,13 @@ class Loaded:
         return f"{self.origins.get(section, f'{self.path}:1')} {dotted_keys[0]}"
 
     def errors(self, issues: Iterable[Issue]) -> list[ConfigError]:
-        """Issues that were found after loading, with their places."""
+        """Issues found after loading, with their places."""
         return [ConfigError(i.what, where=self.where(*i.keys), fix=i.fix) for i in issues]
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """Values, by section, that another cluster of the run has given; `name` says which."""
+    """Values by section from another cluster of the run, whose name is `name`."""
 
     values: Mapping[str, object]
     name: str
@@ -73,13 +74,13 @@ def load_run_file(
     """Read a run file.
 
     Args:
-        overrides: `training.max_steps=100`, as on the command line; they win over the file.
-        text: what stands in it, where it is no file of this machine.
-        base: what holds where the file says nothing.
+        overrides: `training.max_steps=100`, as on the command line. They override the file.
+        text: its content, if the file is not on this machine.
+        base: values for keys that the file omits.
 
     Raises:
         ConfigError: the file cannot be read, or is not YAML.
-        ConfigErrors: every issue of it, each with file, line and key, or with the override.
+        ConfigErrors: every issue of the file, each with file, line and key, or with the override.
     """
     text = read_text(path) if text is None else text
     document, errors = scan_yaml(text, str(path), keys.is_text_as_typed)
@@ -118,8 +119,8 @@ def placed(
     """Issues as errors with their places, by their keys.
 
     Args:
-        places: of what was given, by dotted key.
-        nowhere: the place of what stands in nothing that was given.
+        places: places of the given keys, by dotted key.
+        nowhere: place of an issue of no given key or section.
     """
     for issue in issues:
         key = next((key for key in issue.keys if key in places), issue.keys[0])
@@ -132,7 +133,7 @@ def placed(
 
 
 def _check(data: dict[str, Any]) -> tuple[RunConfig | None, list[Issue]]:
-    # The typed config and all issues; a config beside issues where keys were only unknown.
+    # The typed config and all issues. Unknown keys alone give both a config and issues.
     config, issues = None, list[Issue]()
     try:
         config = _typed(data)
@@ -143,21 +144,21 @@ def _check(data: dict[str, Any]) -> tuple[RunConfig | None, list[Issue]]:
             with suppress(ValidationError):
                 config = _typed(_without_unknown(data, ()))
     if config is not None:
-        # A rule about a key whose name is misspelt would only confuse.
+        # Skip rules about a misspelled key.
         meant = {key for issue in issues for key in issue.meant}
         issues += [rule for rule in check_rules(config) if meant.isdisjoint(rule.keys)]
     return config, issues
 
 
 def _line_of(error: ConfigError, path: Path) -> tuple[int, int]:
-    # By line in the file; the command line last.
+    # By line in the file, and the command line last.
     head, _, rest = error.where.partition(f"{path}:")
     digits = rest.partition(" ")[0].partition(":")[0]
     return (0, int(digits)) if not head and digits.isdecimal() else (1, 0)
 
 
 def _over(base: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    # What is given, over what holds otherwise; a section of another kind replaces the whole.
+    # The given values over the base values. A section of another kind replaces the whole section.
     found = {key: deepcopy(value) for key, value in base.items()}
     for key, value in data.items():
         below = found.get(key)
@@ -199,8 +200,8 @@ def _below(path: KeyPath, value: object) -> list[KeyPath]:
 
 
 def _apply_override(data: dict[str, object], override: str) -> list[KeyPath]:
-    # Set one key; sections on the way, and the first item of a list, are made where absent. Gives
-    # the paths that the override set: the outermost first, then all below it.
+    # Set one key, and add missing sections and first list items above it. Returns the paths that
+    # the override set: the outermost first, then all below it.
     shown = shorten(without_secrets(override))
     where = f"{COMMAND_LINE} {shown}"
     key, equals, text = override.partition("=")
@@ -245,12 +246,12 @@ def _drop_other_length(data: dict[str, Any], given: dict[KeyPath, str], path: Ke
 
 
 def _override_path(key: str) -> KeyPath:
-    # Dashes are as good as underscores; a number is an item of a list, from 0.
+    # A dash may replace an underscore. `clusters.0.x` and `clusters[0].x` are the first item.
     path: list[str | int] = []
-    parts = key.split(".")
+    parts = re.sub(r"\[(\d+)\](?=\.|$)", r".\1", key).split(".")
     for position, part in enumerate(parts):
         if keys.named(keys.schema_at(tuple(path)) or {}) is not None:
-            # A name of the user's own, such as a host's: dots and dashes belong to it.
+            # A user's own name, such as a host name, keeps its dots and dashes.
             return (*path, ".".join(parts[position:]))
         is_index = part.isascii() and part.isdecimal() and len(part) < 7
         path.append(int(part) if is_index else part.replace("-", "_"))
@@ -261,10 +262,10 @@ def _no_way(parent: object, path: KeyPath, where: str) -> ConfigError:
     above, part = dotted(path[:-1]) or "the run file", path[-1]
     if isinstance(parent, list) and isinstance(part, int):
         what = f"{above} has no item {part - 1}, so it cannot have item {part}"
-        return ConfigError(what, where=where, fix=f"items count from 0; use {len(parent)}")
+        return ConfigError(what, where=where, fix=f"use {len(parent)}, as items count from 0")
     if isinstance(parent, list):
         fix = f"write {above}.0 for its first item"
         return ConfigError(f"{above} is a list", where=where, fix=fix)
     kind = "a section" if isinstance(parent, dict) else "a single value"
-    what = f"{above} is {kind}: there is no {part} in it"
-    return ConfigError(what, where=where, fix="isles config schema lists the keys")
+    what = f"{above} is {kind} without the key {part}"
+    return ConfigError(what, where=where, fix="see the keys in isles config schema")

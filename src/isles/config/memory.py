@@ -1,4 +1,4 @@
-"""What a run file and a strategy mean for the memory of a rank: see `isles.facts.memory`."""
+"""Memory of a rank under a run file and a strategy. See `isles.facts.memory`."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from isles.facts.memory.setting import Holding, Setting, state_bytes
 from isles.facts.memory.step import Count, Memory, memory_of
 
 _NF4_BITS = 4.5
-"""Of a number in 4 bits, with an fp32 constant for every 64."""
+"""Bits of a 4-bit number, with an fp32 constant for every 64 numbers."""
 
 _NF4_DOUBLE_BITS = 4.127
-"""The same with constants in 8 bits, and an fp32 one for every 256 of them.
+"""The same with 8-bit constants, and an fp32 constant for every 256 of these constants.
 
 Source: Dettmers et al. 2023 (arXiv:2305.14314), section 3.
 """
 
 
 def architecture_of(config: RunConfig, hub_cache: Path) -> Architecture | None:
-    """The run's model by its config.json; None where that is not here.
+    """The run's model by its config.json, or None if the file is not on this machine.
 
     Raises:
-        UserError: the config.json does not say how large the model is.
+        UserError: the config.json lacks a size of the model.
     """
     shape = find_shape(config.model, hub_cache)
     return None if shape is None else architecture(config, shape)
@@ -50,19 +50,19 @@ def architecture(config: RunConfig, shape: dict[str, Any]) -> Architecture:
         return Architecture.of(shape, vocab_size=config.tokenizer.train_vocab_size)
     except UnknownShapeError as error:
         raise UserError(
-            f"its config.json does not say how large the model is: no {error}",
+            f"the model's config.json lacks {error}",
             where="model.name_or_path",
-            fix="take the config.json of a causal language model of transformers",
+            fix="use the config.json of a causal language model of transformers",
             id="model.config",
         ) from error
 
 
 def setting_of(config: RunConfig, layout: Layout, *, rows: int, micro_batches: int) -> Setting:
-    """What the memory of a step depends on.
+    """The inputs of a step's memory.
 
     Args:
-        rows: samples of a micro-batch; of preferences, pairs.
-        micro_batches: of a rank in a step.
+        rows: samples of a micro-batch, or pairs of preferences.
+        micro_batches: micro-batches of a rank in a step.
     """
     training, adapter = config.training, config.adapter
     per_sample = 2 if training.method == "dpo" else 1
@@ -144,7 +144,7 @@ def holding_of(
                 gathers="modules" if stage == 3 else "nothing",
                 casts_whole=True,
                 second_copy=True,
-                # Beside those in fp32 stage 1 keeps the 16-bit ones.
+                # Stage 1 keeps the 16-bit gradients in addition to the fp32 ones.
                 gradient_width=6 if is_mixed and stage == 1 else 4,
                 bucket=int(zero["reduce_bucket_size"]),
                 bucket_widths=_BUCKETS[stage, is_mixed],
@@ -156,7 +156,7 @@ def holding_of(
 
 
 def _pipeline(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> dict[str, Any]:
-    # What each schedule of torch keeps: see `torch.distributed.pipelining.schedules`.
+    # Activations that each schedule of torch keeps: see `torch.distributed.pipelining.schedules`.
     stages, in_flight = 1, (min(micro_batches, ranks), 1)
     match schedule:
         case "gpipe":
@@ -170,7 +170,7 @@ def _pipeline(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> dic
             last = micro_batches // rounds + 1
             in_flight = (last + 2 * (ranks - 1), last)
         case "zbv":
-            # All ranks have as many on their way, and one whose weights' gradients are to come.
+            # Each rank has this many in flight, and one more that waits for its weight gradients.
             stages, in_flight = 2, (2 * ranks + 1, 2 * ranks + 1)
         case _:
             assert_never(schedule)
@@ -192,21 +192,21 @@ _BUCKETS = {
     (3, True): (4, 4, 8),
     (3, False): (4, 8, 8),
 }
-"""Bytes of a number of DeepSpeed's buckets, by stage and whether it computes in 16 bits; see
-`Holding.bucket_widths`. As counted with DeepSpeed 0.19: one bucket is filled while another travels,
-and in 16 bits it is made wide for the way."""
+"""Bytes per number in DeepSpeed's buckets, by stage and whether it computes in 16 bits. See
+`Holding.bucket_widths`. Counted with DeepSpeed 0.19: it fills one bucket while it sends another,
+and widens 16-bit numbers to send them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes of what a run leaves and sends.
+    """Bytes that a run writes to disk and sends.
 
     Args:
         trained: numbers that have gradients.
-        one: a checkpoint: trained weights and optimizer state.
-        checkpoints: all that are kept, and the next one while it is written.
-        export: the model, or the adapter, at the end; 0: the run exports nothing.
-        gradients: of all trained weights.
+        one: one checkpoint, with trained weights and optimizer state.
+        checkpoints: all kept checkpoints, and the next one while isles writes it.
+        export: the model or adapter at the end, or 0 without an export.
+        gradients: gradients of all trained weights.
     """
 
     trained: int
@@ -222,7 +222,7 @@ class Sizes:
 
 
 def checkpoint_sizes(model: Architecture, config: RunConfig) -> Sizes:
-    """What a run's checkpoints, export and gradients weigh."""
+    """Sizes of a run's checkpoints, export and gradients."""
     setting = setting_of(config, Layout(1, 1, 1, 1, 1), rows=1, micro_batches=1)
     count, width = Count(model, setting, Holding()), setting.trained_width
     weights, short = count.trained * width, model.layers * count.block.short_params
@@ -251,10 +251,10 @@ def step_memory(
     rows: int,
     micro_batches: int = 2,
 ) -> Memory:
-    """The memory of a rank in a step: what plan, check and the start of a run count by.
+    """The memory of a rank in a step, for plan, check and the start of a run.
 
     Args:
-        strategy: a resolved one.
+        strategy: a resolved strategy.
         rows: samples of a micro-batch.
         micro_batches: of a rank in a step.
     """

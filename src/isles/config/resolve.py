@@ -1,4 +1,4 @@
-"""What follows from a run file and the machine; and the resolved file that the ranks read."""
+"""Derives values from a run file and the machine, and writes the resolved file for the ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from isles.errors import ConfigError
 Derived = dict[str, int | float | str]
 
 _SURELY_READ = 50_000
-"""A shorter text is within the limits of YAML, whatever it holds, and is not read to find out."""
+"""A shorter text is always within the limits of YAML, so isles does not check it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,14 @@ class Resolved:
     """A run, resolved for this machine.
 
     Args:
-        rows_per_rank: sequences that a data-parallel rank takes in one inner step, at most, if
-            all take the same number.
+        rows_per_rank: largest number of sequences of a data-parallel rank per inner step, with
+            equal shares.
         origins: dotted path of every leaf of the config -> `run.yaml:9`, `command line` or
             `default`; and `derived.NAME` -> `derived: how`.
-        derived: everything that follows, by name: strategy, device, world_size, rows_per_rank,
-            and grad_accum_steps where micro_batch_size is a number.
-        owner: the user who wrote the file, if it was another user; only values that describe the
-            run were kept from it (see `isles.run.resolved`). Otherwise empty.
+        derived: derived values by name: strategy, device, world_size, rows_per_rank, and
+            grad_accum_steps if micro_batch_size is a number.
+        owner: the user who wrote the file, if it was another user, or empty. isles then keeps only
+            values that describe the run (see `isles.run.resolved`).
     """
 
     config: RunConfig
@@ -56,31 +56,31 @@ def resolve(
     nproc: Sequence[int] | None = None,
     device: Literal["cuda", "cpu"] | None = None,
 ) -> Resolved:
-    """Resolve what a run file leaves open.
+    """Resolve the open values of a run file.
 
     Args:
-        num_gpus: GPUs visible on this machine; 0: the ranks compute on the CPU.
-        world_size: ranks that exist already, where torchrun was typed by hand; it wins over the
-            run file's gpus_per_node.
-        nproc: ranks on each node, where the nodes are other machines and their launcher has
-            resolved them; it wins over num_gpus and gpus_per_node.
-        device: what those ranks compute on; needed with nproc.
+        num_gpus: GPUs visible on this machine. With 0 the ranks compute on the CPU.
+        world_size: number of ranks under a manual torchrun. It overrides gpus_per_node of the run
+            file.
+        nproc: ranks on each node, if the launcher of other machines has resolved them. It overrides
+            num_gpus and gpus_per_node.
+        device: device of these ranks, required with nproc.
 
     Raises:
         ConfigError: several clusters, more ranks than GPUs, rows that do not divide among the
-            ranks, shares of ranks that there are not, or too many values for resolved.yaml.
+            ranks, shares of missing ranks, or too many values for resolved.yaml.
     """
     if len(loaded.config.clusters) > 1:
         raise ConfigError(
-            f"one cluster is started at a time, and the run file has {len(loaded.config.clusters)}",
+            f"this command starts one cluster, and the run file has {len(loaded.config.clusters)}",
             where=loaded.where("clusters"),
-            fix="`isles train` starts them all; for this command keep one of them",
+            fix="start all clusters with `isles train`, or keep one cluster in the run file",
         )
     loaded = of_cluster(loaded, 0)  # its own strategy and balance are the run's
     config = loaded.config
     how: dict[str, str] = {}
     if nproc is not None:
-        assert device is not None, "who resolves the ranks knows their device"
+        assert device is not None, "nproc needs a device"
         ranks, how["world_size"] = sum(nproc), _nproc_text(nproc, device)
         how["device"] = "cluster.device" if config.clusters[0].device != "auto" else "the nodes"
     else:
@@ -129,26 +129,26 @@ def _checked(resolved: Resolved, loaded: Loaded) -> Resolved:
             "with defaults and origins, this run has more values than isles reads from one file "
             f"({MAX_NODES} values, or 1 MiB of text)",
             where=loaded.where("data.sources"),
-            fix="name several files by one source, such as path: 'data/*.jsonl', or shorten the "
+            fix="put several files into one source, such as path: 'data/*.jsonl', or shorten the "
             "longest list or text of the run file",
         ) from None
     return resolved
 
 
 def dump_resolved(resolved: Resolved) -> str:
-    """The text of resolved.yaml; `load_resolved` gives back the same, bit for bit."""
+    """The text of resolved.yaml. `load_resolved` returns the same values, bit for bit."""
     data = {
         "version": __version__,
         "config": resolved.config.values(),
         "derived": resolved.derived,
         "origins": resolved.origins,
     }
-    head = "# What the ranks of this run read; written by isles, times in seconds.\n"
+    head = "# Input of the ranks of this run, written by isles. Times are in seconds.\n"
     return head + dump_yaml(data)
 
 
 def load_resolved(text: str) -> Resolved:
-    """What `dump_resolved` wrote. ConfigError: the text is not such a file, or of another isles."""
+    """Read the text of `dump_resolved`. ConfigError: the text has another format or version."""
     data = parse_yaml(text, "resolved.yaml").value
     try:
         config = RunConfig.model_validate(data["config"])
@@ -159,20 +159,20 @@ def load_resolved(text: str) -> Resolved:
     except (KeyError, TypeError, ValueError) as error:
         version = data.get("version", "an unknown version")
         raise ConfigError(
-            f"this is no resolved file of isles {__version__}: {type(error).__name__}",
+            f"this is not a resolved file of isles {__version__}: {type(error).__name__}",
             where="resolved.yaml:1",
-            fix=f"it was written by isles {version}; go on with that version, or start a new run",
+            fix=f"resume with isles {version}, which wrote the file, or start a new run",
         ) from None
 
 
 def digest(config: RunConfig) -> str:
-    """SHA-256 of every value, in hexadecimal: equal where two configs are."""
+    """SHA-256 of every value, in hexadecimal. Equal configs have equal digests."""
     text = json.dumps(config.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def leaves(config: RunConfig) -> Iterator[tuple[str, object]]:
-    """Every value with its dotted key; a list of words counts as one value."""
+    """Every value with its dotted key. A list of words counts as one value."""
 
     def walk(value: Any, key: str) -> Iterator[tuple[str, object]]:
         if is_leaf(value):
@@ -186,7 +186,7 @@ def leaves(config: RunConfig) -> Iterator[tuple[str, object]]:
 
 def _origins(loaded: Loaded, derived: Derived, how: Mapping[str, str]) -> dict[str, str]:
     given = loaded.origins
-    # A list counts as one value: from the command line, where one of its items is.
+    # A list counts as one value, from the command line if one of its items is.
     overridden = [path for path, origin in given.items() if origin == COMMAND_LINE]
     origins = {}
     for key, _ in leaves(loaded.config):
@@ -199,9 +199,9 @@ def _device(loaded: Loaded, num_gpus: int) -> tuple[Literal["cuda", "cpu"], str]
     asked = loaded.config.clusters[0].device
     if asked == "cuda" and num_gpus == 0:
         raise ConfigError(
-            "device: cuda, and no GPU is visible on this machine",
+            "device is cuda, and no GPU is visible on this machine",
             where=loaded.where("clusters.0.device"),
-            fix="see nvidia-smi and CUDA_VISIBLE_DEVICES, or use device: auto",
+            fix="check nvidia-smi and CUDA_VISIBLE_DEVICES, or use device: auto",
             id="gpu.visible",
         )
     if asked == "cpu":
@@ -227,7 +227,7 @@ def _world_size(loaded: Loaded, num_gpus: int, given: int | None) -> tuple[int, 
     times = "" if nodes == 1 else f" x {nodes} nodes"
     if nodes > num_gpus > 0:
         raise ConfigError(
-            f"{nodes} nodes on this machine need a GPU each, and {num_gpus} are visible",
+            f"{nodes} nodes on this machine need a GPU each, and only {num_gpus} are visible",
             where=loaded.where("clusters.0.nodes"),
             fix=f"use at most {num_gpus} nodes, or train on the CPU: clusters.0.device=cpu",
             id="gpu.count",
@@ -240,29 +240,30 @@ def _world_size(loaded: Loaded, num_gpus: int, given: int | None) -> tuple[int, 
             f"gpus_per_node {per_node}{times} is more than the {num_gpus} visible"
             f" GPU{'s' if num_gpus > 1 else ''}",
             where=loaded.where(key),
-            fix=f"use {num_gpus // nodes} or auto; CUDA_VISIBLE_DEVICES may hide others",
+            fix=f"use {num_gpus // nodes} or auto, or check whether CUDA_VISIBLE_DEVICES hides "
+            "GPUs",
             id="gpu.count",
         )
     return per_node * nodes, "gpus_per_node" + (" x nodes" if nodes > 1 else "")
 
 
 def _check_shares(loaded: Loaded, ranks: int) -> None:
-    # A rank that is not named has a share of 1; names of hosts are checked by the ranks.
+    # Other ranks have a share of 1. The ranks check the names of hosts.
     shares = loaded.config.balance
     if isinstance(shares, str):
         return
     by_rank = {int(name): share for name, share in shares.items() if name.isdecimal()}
     for rank in sorted(by_rank):
-        # The most nodes are counted here; with fewer, a share of one that is missing waits for it.
+        # This counts the most nodes. With fewer nodes, the share of a missing node waits.
         if rank >= ranks:
             raise ConfigError(
-                f"balance names rank {rank}, and there are {ranks} ranks, from 0",
+                f"balance has a share for rank {rank}, and the {ranks} ranks have numbers from 0",
                 where=loaded.where(f"balance.{rank}", "balance"),
                 fix="delete it, or start more ranks: clusters, gpus_per_node",
             )
     if len(by_rank) == ranks and not any(by_rank.values()):
         raise ConfigError(
-            f"every one of the {ranks} ranks has a share of 0, so none would have rows",
+            f"all {ranks} ranks have a share of 0",
             where=loaded.where("balance"),
             fix="give a rank a share above 0, or use balance: even",
             id="config.batch",
@@ -272,7 +273,7 @@ def _check_shares(loaded: Loaded, ranks: int) -> None:
 def _layout(
     config: RunConfig, ranks: int, nproc: Sequence[int] | None, *, is_planned: bool
 ) -> Layout:
-    # The grid of all ranks; the run must also be able to go on with fewer nodes.
+    # The grid of all ranks. The run must also be able to continue with fewer nodes.
     cluster = config.clusters[0]
     if not is_planned:
         return make_layout(config.strategy, ranks, local_world_size=ranks)
@@ -285,7 +286,7 @@ def _layout(
 
 
 def _sums(nproc: Sequence[int], least: int) -> set[int]:
-    # The ranks of every choice of at least so many nodes.
+    # The number of ranks for every choice of at least `least` nodes.
     sums: list[set[int]] = [{0}, *(set() for _ in nproc)]
     if least == len(nproc):
         return {sum(nproc)}
@@ -303,7 +304,7 @@ def _check_rows(loaded: Loaded, layout: Layout) -> None:
     keys = ("training.global_batch_size", "clusters.0.gpus_per_node", "training.micro_batch_size")
     if rows < ranks:
         raise ConfigError(
-            f"global_batch_size {rows} is less than one sequence for each of {ranks} {words}",
+            f"global_batch_size {rows} is less than one sequence per rank for {ranks} {words}",
             where=loaded.where(*keys),
             fix=f"use {ranks} or more",
             id="config.batch",

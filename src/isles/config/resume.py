@@ -1,4 +1,4 @@
-"""Where two run files differ: of a run that is resumed, and of clusters of one run."""
+"""Differences of two run files: of a resumed run, and of clusters of one run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from isles.config.sections.training import TrainingConfig, learning_rate, length
 from isles.errors import UserError
 from isles.facts.units import format_duration
 
-# What changes where, how long, or how fast a run computes, but not what it computes in a step.
+# These keys change the place, length or speed of a run, but not the result of a step.
 _FREE_KEYS = frozenset(
     (
         "name",
         "output_dir",
         "data.cache_dir",
-        "data.max_bad_fraction",  # the hash of the samples tells whether rows have come or gone
+        "data.max_bad_fraction",  # the hash of the samples shows added or removed rows
         "model.attn_implementation",
         "track",
         "training.micro_batch_size",
@@ -34,7 +34,7 @@ _FREE_KEYS = frozenset(
     )
 )
 _LENGTH = ("max_steps", "num_train_epochs", "max_time")
-"""Of `training`: how long the run is, see `changed_length`."""
+"""Keys of `training` for the length of the run. See `changed_length`."""
 
 _OUTER_FREE = (
     "hub",
@@ -59,13 +59,13 @@ _FREE_SECTIONS = (
     "training.micro_batch_size.",
 )
 
-# Gradients that travel in fewer bits are other gradients. By their exact values, which strategies
-# that lack the key have too; so a strategy may be exchanged for any other that is as exact.
+# Gradients sent in fewer bits are different gradients. The values here are exact, and strategies
+# without the key have them too, so that a run may change to any strategy that is equally exact.
 _ROUNDING = {"strategy.gradient_compression": "none", "strategy.reduce_dtype": "fp32"}
 
 
 _MAY_DIFFER = (
-    re.compile(r"data\.sources\.\d+\.path"),  # the content is compared when a cluster joins
+    re.compile(r"data\.sources\.\d+\.path"),  # isles compares the content when a cluster joins
     re.compile(r"(model|tokenizer)\.name_or_path"),
     re.compile(r"tokenizer\.chat_template"),
     re.compile(r"training\.(precision|stochastic_rounding|global_batch_size)"),
@@ -85,9 +85,9 @@ _MUST_TOO = (
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One value that differs between two run files; None where one of them lacks the key.
+    """One value that differs between two run files, or None if a file lacks the key.
 
-    `is_free`: no weight depends on it, and the run does not end earlier.
+    `is_free`: no weight depends on the value, and the run does not end earlier.
     """
 
     key: str
@@ -100,7 +100,7 @@ class Change:
 
 
 def changed_mathematics(old: RunConfig, new: RunConfig) -> list[Change]:
-    """Every value that differs and that the weights depend on, save the length of the run."""
+    """Every changed value that affects the weights, except for the length of the run."""
     before, after = _ROUNDING | dict(leaves(old)), _ROUNDING | dict(leaves(new))
     return [
         Change(key, before.get(key), after.get(key))
@@ -110,7 +110,7 @@ def changed_mathematics(old: RunConfig, new: RunConfig) -> list[Change]:
 
 
 def unlike(theirs: RunConfig, mine: RunConfig) -> list[Change]:
-    """Values of a cluster that are not as all clusters of the run must have them."""
+    """Values of a cluster that must be equal in all clusters, and differ."""
     changes = [
         change
         for change in changed_mathematics(theirs, mine)
@@ -121,28 +121,28 @@ def unlike(theirs: RunConfig, mine: RunConfig) -> list[Change]:
 
 
 def changed_length(old: RunConfig, new: RunConfig, done: Mapping[str, Any]) -> list[Change]:
-    """What another length means for a run that has done some steps.
+    """Effects of another length on a run that has done some steps.
 
-    A longer one is free unless it changes the learning rate of the next step. A shorter one ends
-    the run earlier than it was meant to, perhaps at once, and is never free.
+    A longer length is free unless it changes the learning rate of the next step. A shorter length
+    ends the run earlier, perhaps immediately, and is never free.
 
     Args:
         old, new: the run files.
-        done: `step`, and as far as known `elapsed_s`, `samples` and `samples_per_epoch`, as in the
+        done: `step`, and if known `elapsed_s`, `samples` and `samples_per_epoch`, as in the
             manifest of a checkpoint.
 
     Returns:
-        The changed values of the run file first, then what follows from them.
+        The changed values of the run file first, then their effects.
     """
     before, after = old.training, new.training
     keys = [key for key in _LENGTH if getattr(before, key) != getattr(after, key)]
     if not (_is_timed(before) or _is_timed(after)):
-        keys = [key for key in keys if key != "max_time"]  # the limit of one start
+        keys = [key for key in keys if key != "max_time"]  # the limit of one attempt
     if not keys:
         return []
     was, left = _left(before, done), _left(after, done)
     changes = [Change(f"training.{key}", _shown(before, key), _shown(after, key)) for key in keys]
-    is_free = False  # as where it cannot be told: steps beside a time
+    is_free = False  # also if unknown, as for steps against a time
     if (is_timed := _is_timed(before)) == _is_timed(after):
         if was is not None and left is not None:
             is_free = left >= was
@@ -159,28 +159,29 @@ def changed_length(old: RunConfig, new: RunConfig, done: Mapping[str, Any]) -> l
 
 
 def has_more_to_do(config: RunConfig, done: Mapping[str, Any]) -> bool:
-    """Whether a run that has done so much would train on with this run file."""
+    """Whether a run with this progress would continue to train under this run file."""
     return (_left(config.training, done) or 0) > 0
 
 
 def changed_error(path: Path, resume: str, typed: str, changes: Sequence[Change]) -> UserError:
-    """The refusal to go on with values that have changed.
+    """The error for a resumed run with changed values.
 
-    `resume` is what stands after `--resume`, `typed` the command of the last start, if known.
+    `resume` is the value of `--resume`, `typed` the command of the last attempt, if known.
     """
-    started = f" (it was started by `{typed}`)" if typed else ""
+    started = f" (last started with `{typed}`)" if typed else ""
     return UserError(
         f"{path.name} is not finished, and these values have changed since:\n"
         + change_lines(changes),
         where=str(path),
-        fix=f"put them back to go on with it{started}, or `--resume no` for a new run (`name=…` "
-        f"for another name), or `--resume {shlex.quote(resume)}` to go on with the new values",
+        fix=f"restore the old values to resume the run{started}, or use `--resume no` for a new "
+        f"run (`name=…` for another name), or `--resume {shlex.quote(resume)}` to resume with the "
+        "new values",
         id="run.changed",
     )
 
 
 def with_changes(note: str, changes: Sequence[Change]) -> str:
-    """A note on a run that goes on, with its new values."""
+    """A note on a resumed run, with its new values."""
     return f"{note}, with these new values:\n{change_lines(changes)}" if changes else note
 
 
@@ -195,7 +196,7 @@ def _is_timed(training: TrainingConfig) -> bool:
 
 
 def _left(training: TrainingConfig, done: Mapping[str, Any]) -> float | None:
-    # Steps, or seconds of a run whose length is a time, that are left; None: not known.
+    # Remaining steps, or seconds if the length is a time, or None if unknown.
     if _is_timed(training):
         if training.max_time is None or "elapsed_s" not in done:
             return None
@@ -215,7 +216,7 @@ def _length(training: TrainingConfig, done: Mapping[str, Any]) -> int | None:
 def _rate_change(
     before: TrainingConfig, after: TrainingConfig, done: Mapping[str, Any]
 ) -> Change | None:
-    # What becomes of the learning rate of the next step; None: it stays, or is not known.
+    # The change of the next step's learning rate, or None if it is unchanged or unknown.
     step = int(done["step"]) + 1
     rates = []
     for training in (before, after):

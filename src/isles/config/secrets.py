@@ -14,7 +14,7 @@ from isles.facts.secrets import is_secret, may_be_secret, secrets_in
 _COPIED = "and isles copies this file into records, scripts, buckets and model descriptions"
 _FIX = (
     "export it in the shell that runs `isles train` on this machine; on other hosts, let a line "
-    "of environment.setup read it from a file; for Hugging Face, run hf auth login; in place of a "
+    "of environment.setup read it from a file; for Hugging Face, run hf auth login; instead of a "
     "secret that no server checks, write EMPTY"
 )
 _REFERENCE_FIX = (
@@ -27,8 +27,8 @@ _ADDRESS_FIX = (
     "environment.setup can export an address that it reads from a file on the hosts"
 )
 _LINE_FIX = (
-    "let the line read it from a file on the hosts, such as $(cat ~/.secrets/NAME); "
-    "in place of a secret that no server checks, write EMPTY"
+    "let the line read it from a file on the hosts, such as $(cat ~/.secrets/NAME). Instead of a "
+    "secret that no server checks, write EMPTY"
 )
 _WITH_RULE = ("remote", "tracking_uri", "url")
 _HAS_USER = re.compile(r"[\w+-]+://[^\s/]*@")
@@ -46,7 +46,7 @@ def secret_errors(
 
     Args:
         places: the place of every key in the run file or on the command line.
-        text: of the file `name`.
+        text: text of the file `name`.
     """
     errors = []
     for path, what, fix in _in_values((), data):
@@ -61,11 +61,11 @@ def secret_errors(
         key = override.partition("=")[0].strip().lstrip("-")
         place = "command line" if any(secrets_in(key)) else f"command line {key}"
         if any(secrets_in(override)) and not any(known.startswith(place) for known in where):
-            errors.append(ConfigError(f"it holds a secret, {_COPIED}", where=place, fix=_FIX))
+            errors.append(ConfigError(f"it contains a secret, {_COPIED}", where=place, fix=_FIX))
     for number, line in enumerate(text.splitlines(), start=1):
         comment = _COMMENT.search(line)
         if comment is not None and any(secrets_in(comment[1])):
-            what = f"a comment holds a secret, {_COPIED}"
+            what = f"a comment contains a secret, {_COPIED}"
             errors.append(ConfigError(what, where=f"{name}:{number}", fix="delete the comment"))
     return errors
 
@@ -83,7 +83,7 @@ def _in_values(path: KeyPath, value: object) -> Iterator[tuple[KeyPath, str, str
             for key, inner in value.items():
                 here = (*path, key)
                 if any(secrets_in(str(key))):
-                    yield path, "a name in it holds a secret", "give it another name"
+                    yield path, "a name in it contains a secret", "give it another name"
                 elif key not in known and _is_secret(here, inner):
                     is_reference = path[-1:] == ("variables",) and str(inner).startswith("$")
                     fix = _REFERENCE_FIX if is_reference else _FIX
@@ -104,15 +104,15 @@ def _in_items(path: KeyPath, items: Sequence[object]) -> Iterator[tuple[KeyPath,
         if is_value and may_be_secret(before) and is_secret(before, str(item)):
             yield (*path, index), f"the value of {before} looks like a secret", _FIX
         elif index in split and not any(secrets_in(str(item))):
-            yield (*path, index), "the command holds a secret", _FIX
+            yield (*path, index), "the command contains a secret", _FIX
         else:
             yield from _in_values((*path, index), item)
         before = str(item)
 
 
 def _split_in(items: Sequence[object]) -> set[int]:
-    # The items of a command, one word each, that hold a secret only beside the words before them.
-    # An item with a blank is a line of its own: it begins no command and continues none.
+    # The items of a command, one word each, that hold a secret only together with earlier words.
+    # An item with a blank is a separate line, and not part of a command.
     words = [str(item) if not re.search(r"\s", str(item)) else "\n" for item in items]
     line, found, start = " ".join(words), set[int](), 0
     places = deque(secrets_in(line))
@@ -137,5 +137,5 @@ def _is_secret(path: KeyPath, value: object) -> bool:
 def _words(path: KeyPath, value: str) -> tuple[str, str]:
     is_line = "setup" in path
     if _HAS_USER.search(value) and not is_line:
-        return "the address holds a password", _ADDRESS_FIX
-    return "the value holds a secret", _LINE_FIX if is_line else _FIX
+        return "the address contains a password", _ADDRESS_FIX
+    return "the value contains a secret", _LINE_FIX if is_line else _FIX

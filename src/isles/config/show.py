@@ -20,11 +20,11 @@ TEMPLATES: dict[str, str] = {
     "pretrain": "a model of 150 million parameters from scratch on your own text",
     "finetune": "all weights of a Hugging Face model on your own text",
     "chat": "all weights of a model on conversations",
-    "lora": "an adapter beside a frozen model, on conversations",
+    "lora": "an adapter on a frozen model, on conversations",
     "qlora": "the same with the frozen model in 4 bits, for small GPUs",
     "dpo": "an adapter on preferences: a chosen and a rejected answer to each prompt",
 }
-"""What `template` takes, and what each is for."""
+"""Names of templates, with their purpose."""
 RECIPES: dict[str, str] = {
     "qlora-8b": "QLoRA of an 8B model on two GPUs of 24 GB",
     "full-1b": "all weights of a 1B model on one GPU of 24 GB",
@@ -42,9 +42,9 @@ RECIPES: dict[str, str] = {
 
 
 def show(resolved: Resolved, *, origins: bool = True) -> str:
-    """Every value as a run file that loads again.
+    """Every value, as a run file that loads again.
 
-    `origins`: with `# run.yaml:9`, `# command line` or `# default` behind each line.
+    `origins`: add `# run.yaml:9`, `# command line` or `# default` to each line.
     """
     rows = [
         (text, resolved.origins[dotted(path)] if path else "")
@@ -62,12 +62,12 @@ def show(resolved: Resolved, *, origins: bool = True) -> str:
 
 
 def template(kind: str) -> str:
-    """A commented run file that loads as it is. ConfigError: there is no template of this name."""
+    """A commented run file, ready to load. ConfigError: the template does not exist."""
     folder = "recipes" if kind in RECIPES else "templates"
     if kind not in (known := TEMPLATES | RECIPES):
         near = difflib.get_close_matches(kind, known, n=1)
         raise ConfigError(
-            f'there is no template "{kind}"',
+            f'template not found: "{kind}"',
             where="command line",
             fix=f"{f'did you mean {near[0]}? ' if near else ''}use one of: {', '.join(known)}",
         )
@@ -84,7 +84,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _for_editors(node: object) -> object:
-    # Times written as text, and no defaults of whole sections, which their keys have.
+    # Times as text, and no defaults of whole sections, as their keys have defaults.
     if isinstance(node, list):
         return [_for_editors(item) for item in node]
     if not isinstance(node, dict):

@@ -1,6 +1,6 @@
-"""YAML 1.2: read with the line of every key and item, and written so that it reads back the same.
+"""Reads YAML 1.2 with the line of every key and item, and writes it without loss.
 
-PyYAML composes the nodes; what a scalar means, doubled keys and limits are here.
+PyYAML composes the nodes. This module resolves scalars, and checks duplicate keys and limits.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from isles.config.links import follow
 from isles.errors import ConfigError, ConfigErrors
 
 KeyPath = tuple[str | int, ...]
-"""Where a value stands: `("data", "sources", 0, "path")`."""
+"""Path of a value: `("data", "sources", 0, "path")`."""
 
 MAX_DEPTH = 32
 MAX_NODES = 40_000
-"""Limit for the values in a text; a value that an alias repeats counts again."""
+"""Limit for the values in a text. Each alias counts its values again."""
 
 _MAX_DIGITS = 40
 _MAX_BYTES, _NODE_BYTES = 1 << 20, 20
 """Limit for a text, and the bytes that each value in it adds: together they limit the time.
 
-The longest texts take PyYAML two seconds, be they values, comments or lines. A run of 900 sources,
-whose `resolved.yaml` has all their values and where they come from, is not too long.
+PyYAML takes two seconds for the longest texts of any kind. A run of 900 sources, whose
+`resolved.yaml` has all values and origins, is within the limit.
 """
 
 _NULL = frozenset(("", "~", "null", "Null", "NULL"))
@@ -48,27 +48,33 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff]")
 
 _QUOTE = "put the text in quotes"
 _INDENT = "give keys of one section the same number of spaces at the start of their lines"
-_CLOSE = "close the quote; text with an apostrophe goes in double quotes"
-_SINGLE = "use single quotes, in which a backslash is a backslash"
+_CLOSE = "close the quote, or use double quotes for text with an apostrophe"
+_SINGLE = "use single quotes, which keep a backslash as it is"
 
-# Words of PyYAML's problem -> what is wrong, and how to mend it; the first that is found counts.
+# Words of PyYAML's problem -> the error and its fix. The first match counts.
 _PROBLEMS = {
     "found character '\\t'": ("a tab stands where spaces must", "indent with spaces"),
     "found a tab character": ("a tab stands where spaces must", "indent with spaces"),
     "cannot start any token": ("a value cannot begin with this character", _QUOTE),
     "mapping values are not allowed here": (
-        "a ':' stands where no key can be",
-        "check the indentation of this line and the one above; text that holds ': ' needs quotes",
+        "a ':' is not allowed here",
+        "check the indentation of this line and the line above, and put text with ': ' in quotes",
     ),
     "could not find expected ':'": (
-        "this line is no 'key: value'",
-        "put ': ' behind the key, or indent the line as part of the value above",
+        "this line is not a 'key: value' pair",
+        "put ': ' after the key, or indent the line as part of the value above",
     ),
-    "sequence entries are not allowed": ("a '- ' stands where no list can be", _INDENT),
+    "sequence entries are not allowed": ("a '- ' is not allowed here", _INDENT),
     "expected <block end>": ("this line does not fit the lines above", _INDENT),
     "expected '<document start>'": ("this line does not fit the lines above", _INDENT),
-    "expected ',' or ']'": ("a list in [ ] is not closed", "put ',' between items, ']' behind"),
-    "expected ',' or '}'": ("a mapping in { } is not closed", "put ',' between keys, '}' behind"),
+    "expected ',' or ']'": (
+        "a list in [ ] is not closed",
+        "put ',' between items, and ']' at the end",
+    ),
+    "expected ',' or '}'": (
+        "a mapping in { } is not closed",
+        "put ',' between keys, and '}' at the end",
+    ),
     "found unexpected end of stream": ("a quote is opened here and never closed", _CLOSE),
     "found unexpected document separator": ("a quote is opened here and never closed", _CLOSE),
     "found unknown escape character": ("this backslash escape does not exist", _SINGLE),
@@ -77,10 +83,13 @@ _PROBLEMS = {
     "undefined tag handle": ("a value cannot begin with '!'", _QUOTE),
     "expected alphabetic or numeric character": ("a value cannot begin with '*' or '&'", _QUOTE),
     "found undefined alias": ("an alias (*name) is not defined above", _QUOTE),
-    "second occurrence": ("an anchor (&name) stands twice", "give each a name of its own"),
+    "second occurrence": (
+        "an anchor (&name) is defined twice",
+        "give each anchor a different name",
+    ),
     "but found another document": (
         "a second document begins here",
-        "one run a file: delete the line ---, or split the file",
+        "keep one run per file: delete the line ---, or split the file",
     ),
 }
 
@@ -97,11 +106,11 @@ def parse_yaml(text: str, name: str) -> Document:
     """A run file's text as plain data.
 
     YAML 1.2 core schema: `4e-4` and `0o17` are numbers, only `true` and `false` are booleans, `on`
-    and dates are text. Anchors and aliases work; merge keys (`<<`) and tags are refused, for the
-    file then says what it does not show.
+    and dates are text. Anchors and aliases work; merge keys (`<<`) and tags are refused, as they
+    hide the values of a file.
 
     Raises:
-        ConfigErrors: it is not YAML, or not a mapping, or has a doubled key; file and line in each.
+        ConfigErrors: it is not YAML, not a mapping, or has a duplicate key. Each has file and line.
     """
     document, issues = scan_yaml(text, name)
     if issues:
@@ -116,10 +125,11 @@ def _never(path: KeyPath) -> bool:
 def scan_yaml(
     text: str, name: str, is_text: Callable[[KeyPath], bool] = _never
 ) -> tuple[Document, list[ConfigError]]:
-    """As `parse_yaml`, but doubled keys and the like are returned beside what could be read.
+    """Like `parse_yaml`, but return errors such as duplicate keys together with the readable
+    values.
 
     Args:
-        is_text: whether a path holds text: a number or boolean is kept there as it is typed.
+        is_text: whether a path holds text, so that a number or boolean stays as typed.
 
     ConfigError: the text is not YAML at all, or its top is not a mapping.
     """
@@ -141,13 +151,13 @@ def scan_yaml(
 def parse_value(
     text: str, where: str, path: KeyPath = (), is_text: Callable[[KeyPath], bool] = _never
 ) -> object:
-    """One value as it stands after `key=` on the command line: `4e-4`, `[a, b]`, `{kind: ddp}`.
+    """One value after `key=` on the command line: `4e-4`, `[a, b]`, `{kind: ddp}`.
 
     Args:
-        path: of the key.
-        is_text: as for `scan_yaml`.
+        path: path of the key.
+        is_text: see `scan_yaml`.
 
-    ConfigErrors: it is not YAML; `where` is in each.
+    ConfigErrors: it is not YAML. Each error has `where`.
     """
     builder = _Builder("", is_text)
     try:
@@ -161,9 +171,9 @@ def parse_value(
 
 
 def resolve_plain(text: str) -> str | int | float | bool | None:
-    """What an unquoted scalar means in the YAML 1.2 core schema.
+    """The value of an unquoted scalar in the YAML 1.2 core schema.
 
-    ValueError: a number that no key can hold.
+    ValueError: a number that is too large for every key.
     """
     if text in _NULL:
         return None
@@ -184,12 +194,12 @@ def resolve_plain(text: str) -> str | int | float | bool | None:
 
 
 def shorten(text: str, length: int = 60) -> str:
-    """The text, cut where it is long, so that a message stays one line."""
+    """The text, cut if it is long, so that a message stays one line."""
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def dotted(path: KeyPath) -> str:
-    """A path as messages and overrides write it: `data.sources.0.path`."""
+    """A path in the notation of messages and overrides: `data.sources.0.path`."""
     return ".".join(str(part) for part in path)
 
 
@@ -198,9 +208,9 @@ def read_text(
     kind: str = "run file",
     hint: str = "check the path; isles init writes a run file to start from",
 ) -> str:
-    """The text of a file that a person has written: a `kind`, named in messages.
+    """The text of a file that a person has written. Messages call it a `kind`.
 
-    ConfigError: it cannot be read, or is no text; where there is none, with this hint.
+    ConfigError: it is missing (with this hint), not readable, or not text.
     """
 
     def refused(what: str, fix: str, place: str = "") -> ConfigError:
@@ -210,15 +220,15 @@ def read_text(
         with follow(path, _open)[0] as stream:
             content = stream.read(_MAX_BYTES + 1)
     except FileNotFoundError:
-        raise refused("there is no such file", hint) from None
+        raise refused("the file does not exist", hint) from None
     except IsADirectoryError:
-        fix = f"name the {kind} inside it"
+        fix = f"give the {kind} in this folder"
         raise refused("this is a folder, not a file", fix) from None
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise refused(f"cannot be read: {reason}", "check the path and the permissions") from None
     if len(content) > _MAX_BYTES:
-        raise refused(f"larger than 1 MiB: this is no {kind}", "check the path", ":1")
+        raise refused(f"larger than 1 MiB, so this is not a {kind}", "check the path", ":1")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -237,9 +247,9 @@ class _TooLarge(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's composer; a node's tag says whether it is plain text, or the tag that is written.
+    """PyYAML's composer. The tag of a node is plain text, or the tag in the text.
 
-    It composes while it reads, so a text that is too large is refused before it is read whole.
+    It composes while it reads, so it refuses a large text before it has read all of it.
     """
 
     def __init__(self, text: str) -> None:
@@ -271,7 +281,7 @@ def _compose(text: str, name: str) -> yaml.Node | None:
         loader = _Loader(text)
     except ReaderError as error:
         before = text[: error.position]
-        what = f"the character U+{ord(text[error.position]):04X} does not belong in YAML"
+        what = f"YAML does not allow the character U+{ord(text[error.position]):04X}"
         column = error.position - before.rfind("\n") - 1
         fix = "delete it, and save the file as UTF-8 text"
         raise refused(what, fix, before.count("\n"), column) from None
@@ -284,19 +294,19 @@ def _compose(text: str, name: str) -> yaml.Node | None:
         what, fix = next(found, (what, fix))
         mark: Any = error.problem_mark or error.context_mark or loader.get_mark()
         if "quoted scalar" in (error.context or "") and "unexpected" in problem:
-            mark = error.context_mark  # the end of the file says nothing; the open quote does
+            mark = error.context_mark  # report the open quote, not the end of the file
         raise refused(what, fix, mark.line, mark.column) from None
     except (_TooLarge, RecursionError):
         raise _too_large(name, loader.get_mark().line + 1) from None
     except (ValueError, OverflowError, IndexError):
         # PyYAML leaves "\UFFFFFFFF" and "%YAML 1.<5000 digits>" to chr() and int().
-        what = "a backslash escape or a %YAML line names something that does not exist"
+        what = "a backslash escape or a %YAML line is not valid"
         fix = "write the character itself, or the text in single quotes"
         raise refused(what, fix, loader.get_mark().line, loader.get_mark().column) from None
 
 
 class _Builder:
-    """Plain data from nodes, with the line of every path and the issues met on the way."""
+    """Builds plain data from nodes, with the line of every path and all issues."""
 
     def __init__(self, name: str, is_text: Callable[[KeyPath], bool]) -> None:
         self.name, self.is_text = name, is_text
@@ -307,7 +317,7 @@ class _Builder:
     def build(
         self, node: yaml.Node, path: KeyPath, depth: int = 0, *, is_key: bool = False
     ) -> object:
-        self._num_nodes += 1  # aliases count each time: ten nested ones could stand for millions
+        self._num_nodes += 1  # counts each alias: ten nested aliases can mean millions of values
         if self._num_nodes > MAX_NODES or depth > MAX_DEPTH:
             raise _too_large(self.name, _line(node))
         if node.tag not in (_PLAIN_TAG, _NO_TAG):
@@ -326,7 +336,7 @@ class _Builder:
 
     def _scalar(self, node: yaml.Node, path: KeyPath, is_key: bool) -> object:
         if odd := _UNPRINTABLE.search(node.value):
-            what = f"the text holds the control character U+{ord(odd[0]):04X}"
+            what = f"the text contains the control character U+{ord(odd[0]):04X}"
             self._refuse(node, path, what, "delete it")
             return None
         if node.tag != _PLAIN_TAG:
@@ -338,7 +348,7 @@ class _Builder:
         if isinstance(value, bool | int | float) and not is_key and self.is_text(path):
             return node.value
         if error:
-            self._refuse(node, path, error, "write a number that fits")
+            self._refuse(node, path, error, "write a smaller number")
             return None
         return value
 
@@ -362,7 +372,7 @@ class _Builder:
                     self._refuse(key_node, path, what, "name the key")
             elif key in data:
                 here = (*path, key)
-                what = f"{key} stands here and on line {self.lines[here]} as well"
+                what = f"{key} is given twice, here and on line {self.lines[here]}"
                 self._refuse(key_node, here, what, "keep one of them")
             else:
                 self.lines[*path, key] = _line(key_node)
@@ -387,14 +397,14 @@ def _too_large(name: str, line: int) -> ConfigError:
     )
 
 
-# Written by hand, as PyYAML quotes, folds and indents otherwise, and cannot say which line holds
-# which key. Strings are JSON's, which are YAML too.
+# isles does not use PyYAML's writer, which quotes, folds and indents differently and does not
+# report the line of each key. JSON strings are valid YAML.
 _PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./*+@=-]*")
 _ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff\ud800-\udfff]")
 
 
 def scalar_text(value: object) -> str:
-    """One value on one line; text is quoted where it would read as something else."""
+    """One value on one line. Text gets quotes if it would otherwise read as another type."""
     match value:
         case None:
             return "null"
@@ -415,7 +425,7 @@ def scalar_text(value: object) -> str:
 
 
 def is_leaf(value: object) -> bool:
-    """Whether a value stands on one line: a scalar, or a list of scalars."""
+    """Whether a value fits one line: a scalar, or a list of scalars."""
     if isinstance(value, list | tuple):
         return not any(isinstance(item, Mapping | list | tuple) for item in value)
     return not isinstance(value, Mapping)
@@ -427,7 +437,7 @@ def dump_yaml(data: Mapping[str, object]) -> str:
 
 
 def dump_for_others(data: Mapping[str, object]) -> str:
-    """A mapping as YAML that other tools read: texts of several lines as blocks, no aliases."""
+    """A mapping as YAML for other tools: texts of several lines as blocks, and no aliases."""
     return yaml.dump(data, Dumper=_BlockDumper, sort_keys=False, allow_unicode=True, width=1000)
 
 

@@ -1,4 +1,4 @@
-"""Begin a run and its attempts, in a new run directory or in one of an earlier start."""
+"""Begin a run and its attempts, in a new run directory or in the directory of an earlier run."""
 
 from __future__ import annotations
 
@@ -72,15 +72,15 @@ def _name_of(resolved: Resolved, resume: str) -> tuple[Path, str]:
 def begin_run(resolved: Resolved, run_file_text: str, resume: str, *, join: str = "") -> Begun:
     """Choose the run directory as `choose_run` does, make it, and write resolved.yaml into it.
 
-    For `begin_attempt`, which keeps two of these apart.
+    For `begin_attempt`, which prevents two such calls at the same time.
 
     Args:
-        resolved, resume: as in `choose_run`.
-        run_file_text: the run file, word for word; a new run keeps it as run.yaml.
-        join: join line of the hub, a secret; empty: a resumed run keeps what it has.
+        resolved, resume: see `choose_run`.
+        run_file_text: the text of the run file. A new run keeps it as run.yaml.
+        join: join line of the hub, a secret. If empty, a resumed run keeps its join line.
 
     Raises:
-        UserError: as in `choose_run`, or the directory cannot be written.
+        UserError: see `choose_run`, or the directory is not writable.
     """
     begun = choose_run(resolved, resume)
     with clear_errors(begun.run_dir.path):
@@ -118,15 +118,16 @@ def new_attempt(
     typed: str = "",
     token: str = "",
 ) -> Attempt:
-    """The folder of the next start of a run, claimed for this process.
+    """The folder of the next attempt of a run, claimed for this process.
 
-    Its launch record names this process until `write_launch` puts the agent there, so that of
-    two users who start the same run at once one is refused.
+    Its launch record has this process until `write_launch` replaces it by the agent. If two users
+    start the same run at the same time, isles refuses one of them.
 
     Args:
-        run_file_text: the run file of this start; kept beside its logs if it is not the first's.
-        typed: the command that goes on with this run, as its user would type it.
-        token: by which its agents know one another; empty: a new one.
+        run_file_text: the run file of this attempt. isles keeps it next to the logs if it differs
+            from the first attempt's.
+        typed: the command that resumes this run, as the user would type it.
+        token: secret for its agents to identify each other, or empty for a new token.
 
     Raises:
         UserError: the run is running, the folder cannot be written, or a record is too long.
@@ -136,7 +137,7 @@ def new_attempt(
         folder.mkdir(exist_ok=True)
         first = _first_run_file(run_dir)
         while True:
-            # One look decides both, so that nobody can start in between.
+            # One look decides both, so that no other process can start in between.
             last = run_dir.last_attempt()
             if last:
                 refuse_long(run_dir, last)
@@ -161,7 +162,7 @@ def new_attempt(
 
 
 def _first_run_file(run_dir: RunDir) -> str | None:
-    # None also for a link or a pipe, which somebody else has put there.
+    # None also for a link or a pipe of another user.
     try:
         with open_regular(run_dir.run_file, os.O_NOFOLLOW) as stream:
             return stream.read(_LONGEST_RUN_FILE_BYTES).decode("utf-8", "replace")
@@ -179,14 +180,14 @@ def write_launch(
     resumed_from: Path | None = None,
     **more: Any,
 ) -> None:
-    """Record who runs an attempt: the agent, a job, or rank 0 under a torchrun typed by hand.
+    """Record the process or job of an attempt: the agent, a job, or rank 0 under a manual torchrun.
 
     Args:
-        process: the process that ends when the attempt does; None: `more` names a job.
-        resumed_from: the checkpoint that was asked for by name.
-        more: `launcher`, where it is not local. Of a job: `job_id`, and `bin_path`, the folder of
-            the queue's commands, or None where they are on PATH; of one of Ray `request`, what Ray
-            is asked for. Of a torchrun typed by hand: `agents`, which start ranks again.
+        process: the process that ends with the attempt, or None if `more` has a job.
+        resumed_from: the checkpoint that the user gave.
+        more: `launcher`, if it is not local. For a job: `job_id`, and `bin_path`, the folder of the
+            queue's commands, or None if they are on PATH. For a Ray job: `request`, the requested
+            resources. For a manual torchrun: `agents`, which restart ranks.
     """
     record = {
         "attempt": attempt.number,
@@ -203,7 +204,7 @@ def write_launch(
 
 
 def claim_of(attempt: Attempt) -> dict[str, Any]:
-    """Fields of the launch record that `new_attempt` has written, and later ones keep."""
+    """Fields of the launch record that `new_attempt` has written, and later calls keep."""
     claim = read_record(attempt.launch) or {}
     return {"begun_at": claim.get("begun_at", time.time()), "typed": claim.get("typed", "")}
 

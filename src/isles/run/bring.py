@@ -1,4 +1,4 @@
-"""Take over the records of a run from its copy in object storage: all of them, checked, or none.
+"""Fetch the records of a run from its copy in object storage: all of them, checked, or none.
 
 Other users may write to the bucket, so its records are foreign. isles fetches them into a separate
 folder, checks them there, and then moves them to their places. So a kill at any moment leaves no
@@ -33,13 +33,13 @@ _SCORES = {"scores.npy", "content.npy"}
 
 
 def bring_records(copy: RunStore, run_dir: RunDir) -> None:
-    """Take over the records, in a run directory that exists. `begin_run` calls this.
+    """Fetch the records into an existing run directory. `begin_run` calls this.
 
-    A record that is not what its name says is not taken, with a warning.
+    isles skips an invalid record with a warning.
 
     Raises:
-        StoreError: the bucket does not give them all; the run directory is as it was.
-        OSError: this disk does not take them.
+        StoreError: the bucket does not provide them all. The run directory is unchanged.
+        OSError: isles cannot write them to this disk.
     """
     drop_staged(run_dir)
     staged = RunDir(run_dir.path / _STAGED)
@@ -59,12 +59,12 @@ def bring_records(copy: RunStore, run_dir: RunDir) -> None:
 
 
 def drop_staged(run_dir: RunDir) -> None:
-    """Delete the records that a start has fetched and not checked, as it was killed."""
+    """Delete unchecked records of a start that was killed."""
     rmtree(run_dir.path / _STAGED, ignore_errors=True)
 
 
 def is_from_bucket(tokenizer: Path) -> bool:
-    """Whether the tokenizer in this folder of a run was taken over from a bucket.
+    """Whether the tokenizer in this folder of a run came from a bucket.
 
     `trust_remote_code` trusts the author of the model, not the writers of a bucket.
     """
@@ -72,14 +72,16 @@ def is_from_bucket(tokenizer: Path) -> bool:
 
 
 def _fetched(copy: RunStore, folder: Path) -> list[str]:
-    # Fetches all records, and gives the names of those outside the tokenizer.
+    # Fetches all records, and returns the names of records outside the tokenizer.
     wanted = {name: size for name, size in copy.store.sizes("").items() if _is_taken(name)}
     if len(wanted) > _MOST_RECORDS:
         raise StoreError("odd", f"{len(wanted)} records; a run has about ten")
     fetched = []
     for name, size in sorted(wanted.items()):
         if size > _LONGEST_BYTES:
-            log.warning("%s/%s has %s: not fetched", copy.url, name, format_bytes(size))
+            log.warning(
+                "%s/%s has %s, so isles does not fetch it", copy.url, name, format_bytes(size)
+            )
             continue
         (folder / name).parent.mkdir(exist_ok=True)
         left = _LONGEST_BYTES
@@ -88,11 +90,11 @@ def _fetched(copy: RunStore, folder: Path) -> list[str]:
             nonlocal left
             left -= num_bytes
             if left < 0:
-                raise StoreError("odd", f"{name} grows while it is fetched")
+                raise StoreError("odd", f"{name} grows during the download")
 
         try:
             copy.store.fetch(name, folder / name, moved)
-        except FileNotFoundError:  # deleted meanwhile
+        except FileNotFoundError:  # deleted in the meantime
             (folder / name).unlink(missing_ok=True)
             continue
         if not name.startswith("tokenizer/"):
@@ -110,13 +112,13 @@ def _is_taken(name: str) -> bool:
 
 
 def _is_sound(path: Path) -> bool:
-    # Rows of metrics.jsonl are checked one by one by whoever reads them.
+    # Readers of metrics.jsonl check its rows one by one.
     try:
         if path.suffix == ".npz":
             with ZipFile(path) as packed:
                 parts = packed.infolist()
             if {part.filename for part in parts} != _SCORES:
-                raise ValueError("it does not hold scores")
+                raise ValueError("it does not contain scores")
             if sum(part.file_size for part in parts) > _LONGEST_BYTES:
                 raise ValueError("its scores are too large")
         elif path.suffix == ".json":
@@ -125,26 +127,26 @@ def _is_sound(path: Path) -> bool:
                 raise ValueError("it is not a JSON object")
             # A tracker puts its id into addresses.
             if path.parent.name == "track" and not all(map(is_plain, record.values())):
-                raise ValueError("it does not hold the ids of a tracker")
+                raise ValueError("it does not contain the ids of a tracker")
     except (ValueError, BadZipFile) as error:
-        log.warning("the bucket's %s is not used: %s", path.name, error)
+        log.warning("isles does not use the bucket's %s: %s", path.name, error)
         return False
     return True
 
 
 def _is_sound_tokenizer(folder: Path, url: str) -> bool:
-    what = "names Python code"
-    # Without it a library would take any text for a vocabulary.
+    what = "refers to Python code"
+    # Without it a library would use any text as a vocabulary.
     if not (folder / "tokenizer.json").is_file():
         what = "has no tokenizer.json"
     elif not names_code(folder):
         try:
             check_folder(folder)
         except ConfigError as error:
-            what = f"cannot be used ({Path(error.where).name}: {error.what})"
+            what = f"is not valid ({Path(error.where).name}: {error.what})"
         else:
             record = json.dumps({"bucket": url})
             (folder / _FROM_BUCKET).write_text(record, encoding="utf-8")
             return True
-    log.warning("the tokenizer of %s %s: the tokenizer of the run file is used", url, what)
+    log.warning("the tokenizer of %s %s, so isles uses the tokenizer of the run file", url, what)
     return False

@@ -1,11 +1,11 @@
-"""The copy of a run in object storage, `checkpoint.remote`: what is there, and whose it is.
+"""The copy of a run in object storage, `checkpoint.remote`: its content and its owner.
 
-Below `URL/NAME-N` lies what the run directory has that a fresh machine needs, under the same names.
-A checkpoint's manifest is written after its files and deleted before them, so that it is whole or
-absent there, too.
+`URL/NAME-N` has the files of the run directory that a fresh machine needs, under the same names.
+isles writes a checkpoint's manifest after its files and deletes it before them. So a checkpoint
+in the bucket is either complete or absent.
 
-`owner/K` names the machine that writes. Whoever takes over makes the object K + 1, which only one
-can; its predecessor finds it and ends to write.
+`owner/K` names the machine that writes. A new owner creates the object K + 1, which only one
+machine can do. The previous owner finds this object and stops writing.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ log = logging.getLogger(__name__)
 
 KEY = "checkpoint.remote"
 BEAT_S, LOST_AFTER_S = 15.0, 60.0
-"""The owner writes its record so often; one that has not for so long is gone."""
+"""Interval between two records of the owner, and silence after which an owner counts as lost."""
 
 ANSWER_S = 40.0
 AT_ONCE = 4
-"""Files that travel at the same time."""
+"""Number of files to transfer at the same time."""
 
 _LONGEST_RECORD_BYTES, _MOST_OWNERS = 1 << 30, 10**9
 
@@ -67,20 +67,20 @@ _RECORDS = (
     "tokenizer/*",
     "resolved.yaml",
 )
-"""What goes on with a run beside a checkpoint; no logs, and no secrets. The last one is the mark of
-a run that a fresh machine may take."""
+"""Files for resuming a run, in addition to a checkpoint, without logs and secrets. The last one
+marks a run that a fresh machine may resume."""
 
 
 class RunStore:
     """The copy of one run.
 
     Args:
-        url: of `checkpoint.remote`.
-        name: of the run directory.
+        url: URL of `checkpoint.remote`.
+        name: name of the run directory.
 
     Raises:
-        MissingDependencyError: no package is installed that reaches it.
-        UserError: no bucket of this kind can be used.
+        MissingDependencyError: the package for this bucket is not installed.
+        UserError: isles does not support this kind of bucket.
     """
 
     def __init__(self, url: str, name: str) -> None:
@@ -89,7 +89,7 @@ class RunStore:
             self.store = open_store(url, f"{KEY} {url}", name)
 
     def record(self, name: str) -> dict[str, Any] | None:
-        """A JSON record; None where there is none."""
+        """A JSON record, or None if it does not exist."""
         with suppress(ValueError, RecursionError):
             data = self.store.read(name, MAX_MANIFEST_BYTES)
             found = parse_record(data or b"null", MAX_MANIFEST_BYTES)
@@ -97,7 +97,7 @@ class RunStore:
         return None
 
     def steps(self) -> list[int]:
-        """The steps of the whole checkpoints, oldest first; their files are not looked at."""
+        """The steps of the complete checkpoints, oldest first. isles does not check their files."""
         found = (name.partition("/") for name in self.store.sizes("checkpoints"))
         steps = []
         for folder, _, name in found:
@@ -110,13 +110,13 @@ class RunStore:
         return sorted(steps)
 
     def manifest(self, step: int) -> Manifest | None:
-        """The manifest of a checkpoint; None if it is missing or not sound."""
+        """The manifest of a checkpoint, or None if it is missing or invalid."""
         with suppress(ManifestError):
             return self._sound_manifest(step)
         return None
 
     def newest_manifest(self, steps: Sequence[int]) -> Manifest | None:
-        """The sound manifest of the last of these steps that has one; a warning names the others.
+        """The newest valid manifest of these steps. A warning lists broken newer steps.
 
         Args:
             steps: oldest first.
@@ -125,7 +125,7 @@ class RunStore:
             try:
                 return self._sound_manifest(step)
             except ManifestError as error:
-                log.warning("step %d at %s is broken and not used: %s", step, self.url, error)
+                log.warning("isles skips step %d at %s, which is broken: %s", step, self.url, error)
         return None
 
     def _sound_manifest(self, step: int) -> Manifest:
@@ -135,16 +135,16 @@ class RunStore:
         return manifest
 
     def delete_checkpoint(self, step: int) -> None:
-        """Delete the manifest first, so that no part is ever taken for a checkpoint."""
+        """Delete the manifest first, so that no partial checkpoint looks complete."""
         folder = f"checkpoints/{checkpoint_name(step)}"
         names = sorted(self.store.sizes(folder), key=lambda name: name != MANIFEST)
         self.store.delete(f"{folder}/{name}" for name in names)
 
     def delete_parts(self, keep: str) -> None:
-        """Delete what a machine that vanished has left of a checkpoint that is not whole there.
+        """Delete incomplete checkpoints of a machine that vanished.
 
         Args:
-            keep: the name of one that is sent on.
+            keep: name of a checkpoint that isles continues to send.
         """
         names = [name for name in self.store.sizes("checkpoints") if "/" in name]
         whole = {name.partition("/")[0] for name in names if name.endswith(f"/{MANIFEST}")}
@@ -163,21 +163,21 @@ class RunStore:
                 self.store.write(str(path.relative_to(run_dir.path)), data)
 
     def bring(self, step: int, run_dir: RunDir, report: Callable[[str], object]) -> list[str]:
-        """Fetch a checkpoint: its faults, one line each; none where it is on this disk now.
+        """Fetch a checkpoint to this disk. Returns its faults, one line each, or an empty list.
 
         Raises:
-            StoreError: the bucket does not give it.
-            OSError: this disk does not take it.
+            StoreError: the bucket does not provide it.
+            OSError: isles cannot write it to this disk.
         """
         try:
             manifest = self._sound_manifest(step)
         except ManifestError as error:
             return [str(error)]
         final = run_dir.checkpoints / checkpoint_name(step)
-        # A file longer than the manifest says could fill this disk, so it is not fetched.
+        # A file longer than in the manifest could fill this disk, so isles does not fetch it.
         there = self.store.sizes(_place(step, ""))
         faults = [
-            f"{name}: {there[name]} bytes, the manifest says {facts.size}"
+            f"{name}: {there[name]} bytes instead of {facts.size} in the manifest"
             for name, facts in manifest.files.items()
             if there.get(name, facts.size) != facts.size
         ]
@@ -194,7 +194,7 @@ class RunStore:
             report(f"step {step} from {self.url}: {format_bytes(done)} of {format_bytes(total)}")
 
         def fetch(name: str) -> None:
-            with suppress(FileNotFoundError):  # `verify_checkpoint` says so
+            with suppress(FileNotFoundError):  # `verify_checkpoint` reports it
                 self.store.fetch(_place(step, name), partial / name, moved)
 
         moved(0)
@@ -204,7 +204,7 @@ class RunStore:
             write_bytes_atomic(partial / MANIFEST, json.dumps(manifest.record, indent=1).encode())
             if faults := verify_checkpoint(partial):
                 return faults
-            rmtree(final, ignore_errors=True)  # a broken one
+            rmtree(final, ignore_errors=True)  # a broken checkpoint
             partial.replace(final)
             sync_folder(final.parent)
         finally:
@@ -217,8 +217,8 @@ def _place(step: int, name: str) -> str:
 
 
 def _read_below(folder: Path, path: Path) -> bytes | None:
-    # None if it is gone, or if it is not a file: whoever can write into the run directory may have
-    # put a link there, which could lead to any file of this machine.
+    # None if it is missing, or not a file: another user with write access to the run directory may
+    # have put a link in its place, which could lead to any file of this machine.
     try:
         parts = path.relative_to(folder).parts[:-1]
         with (
@@ -228,19 +228,19 @@ def _read_below(folder: Path, path: Path) -> bytes | None:
             data = stream.read(_LONGEST_RECORD_BYTES + 1)
     except FileNotFoundError:
         return None
-    except OSError as error:  # UnsupportedOperation is one, too
-        log.warning("%s is not sent to the bucket: %s", path, error.strerror or error)
+    except OSError as error:  # or UnsupportedOperation, a subclass
+        log.warning("isles does not send %s to the bucket: %s", path, error.strerror or error)
         return None
     if len(data) > _LONGEST_RECORD_BYTES:
         most = format_bytes(_LONGEST_RECORD_BYTES)
-        log.warning("%s is not sent to the bucket: it has more than %s", path, most)
+        log.warning("isles does not send %s to the bucket: it has more than %s", path, most)
         return None
     return data
 
 
 @contextmanager
 def in_words(url: str) -> Iterator[None]:
-    """Raise a UserError that says what to do in place of an error of a bucket."""
+    """Raise a UserError with a fix instead of an error of a bucket."""
     try:
         yield
     except (StoreError, TimeoutError) as error:
@@ -250,37 +250,37 @@ def in_words(url: str) -> Iterator[None]:
 
 
 def trouble_text(error: BaseException) -> str:
-    """What a bucket does not do, as the end of a sentence that begins with its URL."""
+    """The failure of a bucket, as the end of a sentence that begins with its URL."""
     match error:
         case StoreError(kind="forbidden"):
-            return f"does not let this machine in: {error.what}"
+            return f"refuses this machine: {error.what}"
         case StoreError(kind="full"):
             return f"has no space left: {error.what}"
         case StoreError(kind="missing"):
-            return f"is not there: {error.what}"
+            return f"does not exist: {error.what}"
         case StoreError(kind="odd"):
-            return f"holds an object that isles does not accept: {error.what}"
+            return f"has an object that isles does not accept: {error.what}"
         case StoreError():
-            return f"does not answer as it should: {error.what}"
+            return f"gives an unexpected answer: {error.what}"
         case _:
-            return f"does not answer: {error}"
+            return f"does not respond: {error}"
 
 
 def _fix(error: BaseException) -> str:
     kind = error.kind if isinstance(error, StoreError) else "away"
     if kind == "forbidden":
         return (
-            "credentials come from where the bucket's own tools look for them (of s3: AWS_PROFILE, "
-            "~/.aws/credentials, AWS_ACCESS_KEY_ID, the machine's role), on the machine of rank 0; "
-            "they need the rights to list, read, write and delete there"
+            "set credentials as for the bucket's own tools (for s3: AWS_PROFILE, "
+            "~/.aws/credentials, AWS_ACCESS_KEY_ID, the machine's role), on the machine of rank "
+            "0, with the rights to list, read, write and delete in the bucket"
         )
     if kind == "missing":
-        return f"make the bucket, or name another in {KEY}"
+        return f"create the bucket, or set {KEY} to another bucket"
     if kind == "full":
-        return "free some there, or raise its quota"
+        return "free some space in the bucket, or raise its quota"
     if kind == "odd":
-        return f"find out who wrote it and delete it, or name another bucket in {KEY}"
-    return f"try again when it answers, or set {KEY}: null and train without it"
+        return f"find its writer and delete it, or set {KEY} to another bucket"
+    return f"try again when it responds, or set {KEY}: null to train without it"
 
 
 class Owner:
@@ -292,10 +292,10 @@ class Owner:
         self._record = {**ProcessId.of(os.getpid()).record(), "boot": _boot(), "number": number}
 
     def beat(self) -> None:
-        """Write that this machine is still there.
+        """Write a heartbeat of this machine.
 
         Raises:
-            TakenOver: another machine writes now.
+            TakenOver: another machine is the owner now.
         """
         number, record = _newest(self._copy)
         if number > self.number:
@@ -303,7 +303,7 @@ class Owner:
         self._write()
 
     def release(self) -> None:
-        """Let whoever comes next begin at once."""
+        """Let the next owner begin immediately."""
         self._write(released=True)
 
     def _write(self, **more: bool) -> None:
@@ -312,7 +312,7 @@ class Owner:
 
 
 class TakenOver(Exception):
-    """Another machine writes to the copy of the run; its host is the text."""
+    """Another machine writes to the copy of the run. The text is its host."""
 
 
 def take(
@@ -324,26 +324,26 @@ def take(
     """Become the owner of the copy of a run.
 
     Args:
-        before: the number under which this run directory has owned it last; None: never.
-        report: takes a line about what is waited for.
+        before: the last owner number of this run directory, or None.
+        report: takes lines about a wait.
 
     Raises:
-        UserError: a machine that is alive writes there.
-        StoreError: the bucket does not answer.
+        UserError: another live machine writes to it.
+        StoreError: the bucket does not respond.
     """
     while True:
         number, record = _newest(copy)
         is_gone = not number or number == before or bool(record.get("released"))
         process = ProcessId.from_record(record)
         if not is_gone and process is not None and process.is_here():
-            # By the boot, as machines of one name may share a bucket.
+            # The boot id, as machines with the same name may share a bucket.
             is_gone = record.get("boot") == _boot() and not process.is_alive()
             if record.get("boot") == _boot() and not is_gone:
                 raise _owned(copy, record)
         if not is_gone:
             report(
-                f"{record.get('host')} has written to {copy.url}; waiting "
-                f"{format_duration(LOST_AFTER_S)} to see whether it still does"
+                f"{record.get('host')} has written to {copy.url}. Waiting "
+                f"{format_duration(LOST_AFTER_S)} for its next heartbeat"
             )
             waited_s = 0.0
             while waited_s < LOST_AFTER_S:
@@ -366,9 +366,9 @@ def _owned(copy: RunStore, record: dict[str, Any]) -> UserError:
         f"{record.get('host')} trains {copy.name} now (pid {record.get('pid')}), and writes to "
         f"{copy.url}",
         where=f"{KEY}, host {socket.gethostname()}",
-        fix="stop it there (`isles stop`), or train under another `name`; nothing is to be typed "
-        f"for a machine that has vanished: {format_duration(LOST_AFTER_S)} after its last sign "
-        "of life another may go on",
+        fix="run `isles stop` on that machine, or train under another `name`. If that machine "
+        f"has vanished, wait: another machine can resume the run {format_duration(LOST_AFTER_S)} "
+        "after its last heartbeat",
         id="run.running",
     )
 
@@ -377,7 +377,7 @@ def _newest(copy: RunStore) -> tuple[int, dict[str, Any]]:
     found = ((name, number_of(name)) for name in copy.store.sizes("owner"))
     newest = max((n for name, n in found if n is not None and name == f"{n:08d}"), default=0)
     if newest >= _MOST_OWNERS:
-        raise StoreError("odd", f"owner/{newest} has a number that no machine takes")
+        raise StoreError("odd", f"owner/{newest} has an invalid number")
     return (newest, copy.record(f"owner/{newest:08d}") or {}) if newest else (0, {})
 
 
@@ -388,11 +388,11 @@ def _boot() -> str:
 
 
 class Found:
-    """A run in a bucket: the part of it that decides whether a start resumes it.
+    """A run in a bucket, with the values that decide whether a start resumes it.
 
     Args:
-        steps: of all its checkpoints.
-        manifest: of the newest checkpoint whose manifest is sound; None: no manifest is.
+        steps: steps of all its checkpoints.
+        manifest: newest valid manifest of its checkpoints, or None.
     """
 
     def __init__(self, copy: RunStore, number: int) -> None:
@@ -405,10 +405,10 @@ class Found:
 
 
 def find_newest(url: str, name: str) -> Found | None:
-    """The newest run of a name that has a sound checkpoint there; None if no run has.
+    """The newest run of a name with a valid checkpoint in the bucket, or None.
 
     Raises:
-        UserError: the bucket does not answer, or not as it should.
+        UserError: the bucket does not respond, or gives an unexpected answer.
     """
 
     def look() -> Found | None:
@@ -425,10 +425,10 @@ def find_newest(url: str, name: str) -> Found | None:
 
 
 def find_named(url: str, name: str) -> Found | None:
-    """The run NAME-N that a bucket has; None: there is no such name.
+    """The run NAME-N in a bucket, or None if it does not exist.
 
     Raises:
-        UserError: the bucket does not answer, or not as it should.
+        UserError: the bucket does not respond, or gives an unexpected answer.
     """
     if (match := NUMBERED.fullmatch(name)) is None:
         return None
@@ -446,10 +446,11 @@ def bring_newer(
     *,
     than: int,
 ) -> None:
-    """Fetch the newest whole checkpoint after step `than`; one that is broken is left out in words.
+    """Fetch the newest complete checkpoint after step `than`. A note lists skipped broken
+    checkpoints.
 
     Raises:
-        UserError: the bucket does not give it, or this disk does not take it.
+        UserError: the bucket does not provide it, or isles cannot write it to this disk.
     """
     limit = (read_record(run_dir.remote) or {}).get("forget_after")
     with in_words(copy.url), clear_errors(run_dir.checkpoints):
@@ -458,17 +459,17 @@ def bring_newer(
             faults = copy.bring(step, run_dir, report)
             if not faults:
                 return
-            note(f"step {step} at {copy.url} is broken and left out: {'; '.join(faults)}")
+            note(f"isles skips step {step} at {copy.url}, which is broken: {'; '.join(faults)}")
 
 
 def bring_asked(
     copy: RunStore, run_dir: RunDir, folder: Path, report: Callable[[str], object]
 ) -> None:
-    """Fetch a checkpoint that was asked for by name, if it is not here.
+    """Fetch a checkpoint that the user gave, if it is not on this disk.
 
     Raises:
-        UserError: as `bring_newer`.
-        TrainingError: it is broken there.
+        UserError: see `bring_newer`.
+        TrainingError: it is broken in the bucket.
     """
     step = step_of(folder.name)
     if folder.is_dir() or step is None:
@@ -478,6 +479,6 @@ def bring_asked(
             raise TrainingError(
                 f"the checkpoint of step {step} is broken: {'; '.join(faults)}",
                 where=f"{copy.url}/checkpoints/{folder.name}",
-                fix="take another one from `isles checkpoint list`",
+                fix="use another checkpoint from `isles checkpoint list`",
                 id="checkpoint.broken",
             )

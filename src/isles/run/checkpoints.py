@@ -1,4 +1,4 @@
-"""Checkpoints as both wings see them: folders with a manifest of hashes."""
+"""Checkpoints: folders with a manifest of hashes."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _TRIES = 16
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """One whole checkpoint.
+    """One complete checkpoint.
 
     Args:
-        step: inner steps done when it was saved.
+        step: finished inner steps when it was saved.
     """
 
     path: Path
@@ -46,9 +46,9 @@ class CheckpointInfo:
 
     @contextmanager
     def reading(self, key: str) -> Iterator[None]:
-        """Raise a TrainingError if an odd value of the manifest causes any error in the block.
+        """Raise a TrainingError if an invalid value of the manifest causes an error in the block.
 
-        For values whose form only their own part of isles knows.
+        For values whose format only another part of isles knows.
         """
         try:
             yield
@@ -56,7 +56,7 @@ class CheckpointInfo:
             raise TrainingError(
                 f"{key!r} in the manifest has a value that isles does not write: {error!r:.100}",
                 where=str(self.path / MANIFEST),
-                fix="take another checkpoint: `isles checkpoint list`",
+                fix="use another checkpoint of `isles checkpoint list`",
                 id="checkpoint.broken",
             ) from error
 
@@ -70,25 +70,25 @@ class CheckpointInfo:
 
 
 def checkpoint_name(step: int) -> str:
-    """The folder of a step's checkpoint; names sort as steps do."""
+    """The folder of a step's checkpoint. Names sort by step."""
     return f"step-{step:08d}"
 
 
 def read_checkpoint(path: Path) -> CheckpointInfo:
-    """One checkpoint from its folder; hashes are not checked here.
+    """One checkpoint from its folder, without a check of its hashes.
 
     Raises:
-        TrainingError: the folder holds no manifest of this version.
+        TrainingError: the folder has no manifest of this version.
     """
     record = read_record(path / MANIFEST, MAX_MANIFEST_BYTES) or {}
     version, versions = record.get("version"), record.get("versions")
     if isinstance(record.get("files"), dict) and version not in READ_VERSIONS:
         writer = versions.get("isles") if isinstance(versions, dict) else None
         raise TrainingError(
-            f"the checkpoint has format {version!r:.40}, this isles reads formats "
+            f"the checkpoint has format {version!r:.40}, and this isles reads formats "
             f"{' and '.join(map(str, READ_VERSIONS))}",
             where=str(path),
-            fix=f"use the version of isles that wrote it: {writer or 'unknown'!s:.40}",
+            fix=f"use isles {writer or '(unknown version)'!s:.40}, which wrote it",
             id="checkpoint.unlike",
         )
     try:
@@ -97,30 +97,32 @@ def read_checkpoint(path: Path) -> CheckpointInfo:
             raise ManifestError(f"its manifest is of step {manifest.step}")
     except ManifestError as error:
         raise TrainingError(
-            f"this folder is not a whole checkpoint: {error}",
+            f"this folder is not a complete checkpoint: {error}",
             where=str(path),
-            fix="take another one from `isles checkpoint list`",
+            fix="use another checkpoint from `isles checkpoint list`",
             id="checkpoint.broken",
         ) from None
     return CheckpointInfo(path, manifest.step, manifest)
 
 
 def list_checkpoints(run_dir: RunDir) -> list[CheckpointInfo]:
-    """The whole checkpoints of a run, oldest first; hashes are not checked here."""
+    """The complete checkpoints of a run, oldest first, without a check of their hashes."""
     return sorted(each_checkpoint(run_dir), key=lambda info: info.step)
 
 
 def each_checkpoint(run_dir: RunDir) -> Iterator[CheckpointInfo]:
-    """As `list_checkpoints`, the highest step first; only one manifest need be in memory."""
+    """Like `list_checkpoints`, but the highest step first, and with one manifest in memory at a
+    time."""
     for folder in _folders(run_dir):
         try:
             yield read_checkpoint(folder)
         except TrainingError:
-            continue  # never taken for whole; `isles checkpoint verify` names it
+            continue  # never counts as complete, and `isles checkpoint verify` lists it
 
 
 def newest_checkpoint(run_dir: RunDir) -> CheckpointInfo | None:
-    """The newest whole checkpoint; None if none is whole or many damaged ones are newer."""
+    """The newest complete checkpoint, or None if none is complete or many newer ones are
+    damaged."""
     for folder in _folders(run_dir)[:_TRIES]:
         with suppress(TrainingError):
             return read_checkpoint(folder)
@@ -131,7 +133,7 @@ def _folders(run_dir: RunDir) -> list[Path]:
     if not run_dir.checkpoints.is_dir():
         return []
     steps = ((step_of(path.name), path) for path in run_dir.checkpoints.iterdir())
-    # One folder for each step: another name of the same step would be read for nothing.
+    # One folder per step, as reading another name of the same step is useless.
     named = [(n, path) for n, path in steps if n is not None and path.name == checkpoint_name(n)]
     return [path for _, path in sorted(named, reverse=True) if path.is_dir()]
 
@@ -140,15 +142,15 @@ def find_checkpoint(run_dir: RunDir, step: int | None) -> CheckpointInfo:
     """The checkpoint of a step, or the newest one.
 
     Raises:
-        UserError: there is none; the message lists those there are.
+        UserError: it does not exist. The error lists the existing steps.
     """
     checkpoints = list_checkpoints(run_dir)
     if not checkpoints:
         raise UserError(
             "this run has no checkpoint yet",
             where=str(run_dir.checkpoints),
-            fix="let it train until its first save (checkpoint.every_steps), or stop it with "
-            "`isles stop`, which saves",
+            fix="wait for its first save (checkpoint.every_steps), or run `isles stop`, which "
+            "saves",
             id="run.checkpoint",
         )
     if step is None:
@@ -158,7 +160,7 @@ def find_checkpoint(run_dir: RunDir, step: int | None) -> CheckpointInfo:
             return info
     steps = ", ".join(str(info.step) for info in checkpoints)
     raise UserError(
-        f"there is no checkpoint of step {step}",
+        f"no checkpoint found for step {step}",
         where=str(run_dir.checkpoints),
         fix=f"choose one of these steps: {steps}",
         id="run.checkpoint",
@@ -171,7 +173,7 @@ def hash_file(path: Path) -> str:
 
 
 def hash_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of every file of a folder but its manifest, by name."""
+    """Size and SHA-256 of every file of a folder except its manifest, by name."""
     files = sorted(entry for entry in folder.iterdir() if entry.name != MANIFEST)
     return {
         entry.name: {"size": entry.stat().st_size, "sha256": hash_file(entry)} for entry in files
@@ -179,11 +181,11 @@ def hash_files(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def verify_checkpoint(path: Path) -> list[str]:
-    """Find the faults of a checkpoint, one line each; an empty list if it is whole.
+    """Find the faults of a checkpoint, one line each; or an empty list if it is complete.
 
-    Each file is hashed, and the index of the tensors is read as a load would read it.
+    Hashes each file, and reads the index of the tensors like a load.
 
-    UserError: this user has no permission to read one of its files, so it may well be whole.
+    UserError: this user has no permission to read one of its files, which may be intact.
     """
     try:
         info = read_checkpoint(path)
@@ -196,26 +198,30 @@ def verify_checkpoint(path: Path) -> list[str]:
             # A link may lead to any file of this machine, and a pipe would never end.
             found = file.lstat()
             if not stat.S_ISREG(found.st_mode):
-                damage.append(f"{name}: it is not a file")
+                damage.append(f"{name}: not a regular file")
             elif found.st_size != expected.size:
-                damage.append(f"{name}: {found.st_size} bytes, the manifest says {expected.size}")
+                damage.append(
+                    f"{name}: {found.st_size} bytes instead of {expected.size} in the manifest"
+                )
             elif hash_file(file) != expected.sha256:
-                damage.append(f"{name}: its SHA-256 is not the manifest's: the bytes changed")
+                damage.append(
+                    f"{name}: its bytes have changed since the save (the SHA-256 differs)"
+                )
         except FileNotFoundError:
             damage.append(f"{name}: missing")
         except PermissionError as error:
             raise UserError(
                 f"this user has no permission to read {name} of the checkpoint",
                 where=str(file),
-                fix=f"ask its owner: `chmod -R a+rX {shlex.quote(str(path))}`",
+                fix=f"ask its owner to run `chmod -R a+rX {shlex.quote(str(path))}`",
                 id="checkpoint.closed",
             ) from error
         except OSError as error:
-            damage.append(f"{name}: cannot be read: {error.strerror}")
+            damage.append(f"{name}: not readable ({error.strerror})")
     sizes = {name: facts.size for name, facts in info.manifest.files.items()}
     # A load would read it.
     unlisted = [name for name in INDEXES if name not in sizes and os.path.lexists(path / name)]
-    damage += [f"{name}: the manifest does not list this index" for name in unlisted]
+    damage += [f"{name}: this index is not in the manifest" for name in unlisted]
     if not damage and (has_index(sizes) or info.manifest.version > 1):
         try:
             read_index(path, sizes)

@@ -1,4 +1,4 @@
-"""Choose the run directory of a start, new or from an earlier start. Nothing is created."""
+"""Choose the run directory of a start, new or existing. This module creates nothing."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Begun:
     Args:
         run_dir: the directory; `choose_run` does not create a new one.
         resumed: whether the start resumes an existing directory.
-        note: one or more lines for the user; may be empty.
-        resume_from: the checkpoint to load. Default: the newest whole checkpoint, if any.
+        note: lines for the user, or empty.
+        resume_from: the checkpoint to load. Default: the newest complete checkpoint, if any.
         found: the run's copy in `checkpoint.remote`, if its records are newer than the local ones.
     """
 
@@ -59,15 +59,15 @@ class Begun:
 
 
 def choose_run(resolved: Resolved, resume: str, now: Clock = time.time) -> Begun:
-    """Choose the run directory, and make nothing.
+    """Choose the run directory, without creating it.
 
     Args:
-        resume: `auto`, `no`, or the path of a run directory or of a checkpoint in one; also the
-            URL of one below `checkpoint.remote`.
+        resume: `auto`, `no`, or the path or URL (below `checkpoint.remote`) of a run directory or
+            of a checkpoint.
 
     Raises:
-        UserError: the run is running already, cannot be resumed, or does not exist; or
-            `checkpoint.remote` does not answer.
+        UserError: the run is already running, cannot resume, or does not exist, or
+            `checkpoint.remote` does not respond.
     """
     url = resolved.config.checkpoint.remote
     match resume:
@@ -83,9 +83,9 @@ def choose_run(resolved: Resolved, resume: str, now: Clock = time.time) -> Begun
 
 
 def refuse_second(output_dir: Path, name: str, resume: str) -> None:
-    """Refuse a second start of a run that runs or waits, before all its values are known.
+    """Refuse a second start of a running or queued run, before all its values are known.
 
-    `resume` as in `choose_run`.
+    For `resume`, see `choose_run`.
     """
     if resume == "no":
         return
@@ -98,14 +98,14 @@ def refuse_second(output_dir: Path, name: str, resume: str) -> None:
 
 
 def refuse_running(run_dir: RunDir, state: AttemptState, now: Clock) -> None:
-    """Raise a UserError where a run with this state runs or waits."""
+    """Raise a UserError if a run with this state is running or queued."""
     if not state.is_alive:
         return
     age = f" for {format_duration(now() - state.begun_at)}" if state.begun_at else ""
     if state.process is not None:
-        doing = "is running" if state.state == "running" else "is just ending"
+        doing = "is running" if state.state == "running" else "is ending"
         what = f"{doing} on {state.process.host}{age} (pid {state.process.pid})"
-        saves = "lets it save before"
+        saves = "saves a checkpoint first"
     else:
         attempt = run_dir.last_attempt()
         assert attempt is not None, "only an attempt can be alive"
@@ -115,12 +115,13 @@ def refuse_running(run_dir: RunDir, state: AttemptState, now: Clock) -> None:
         what = f"{waiting.get(str(job.get('state')), 'is running')} as {queue} job "
         what += f"{job.get('job_id') or launch.get('job_id')}{age}"
         what += f": {job['reason']}" if job.get("reason") else ""
-        saves = "lets it save before, or takes it out of the queue"
+        saves = "saves a checkpoint first, or removes its job from the queue"
     raise UserError(
         f"{run_dir.name} {what}",
         where=str(run_dir.path),
-        fix=f"`isles stop {typed_name(run_dir)}` stops it, and {saves}; `--resume no` starts a "
-        "second run",
+        fix=f"stop it with `isles stop {typed_name(run_dir)}`, which {saves}, or start a second "
+        "run "
+        "with `--resume no`",
         id="run.running",
     )
 
@@ -135,11 +136,11 @@ def _choose_auto(resolved: Resolved, now: Clock) -> Begun:
     output_dir, name = Path(resolved.config.output_dir).expanduser(), resolved.config.name
 
     def new(why: str, more: str = "") -> Begun:
-        note = f"{run_dir.name} {why}; this is a new run: {fresh.name}{more}"
+        note = f"{run_dir.name} {why}. Starting a new run, {fresh.name}{more}"
         return Begun(fresh, resumed=False, note=note)
 
     with clear_errors(output_dir):
-        # A directory without an attempt was never started, or is being made at this instant.
+        # A directory without an attempt was never started, or another process is creating it now.
         started = own_runs(output_dir, name)
     found, unasked = _find_copy(resolved, is_needed=not started)
     fresh = _next_run(resolved, found)
@@ -147,11 +148,11 @@ def _choose_auto(resolved: Resolved, now: Clock) -> Begun:
         return _choose_found(resolved, found, fresh, now)
     run_dir = started[-1]
     if (owner := _first_node(run_dir)) is not None:
-        return new(f"is kept by {owner}, its first host")
+        return new(f"is on {owner}, its first host")
     state = run_state(run_dir, now)
     refuse_running(run_dir, state, now)
     if state.state == "finished":
-        more = f" (`--resume {shlex.quote(str(run_dir.path))}` trains {run_dir.name} on instead)"
+        more = f" (resume {run_dir.name} with `--resume {shlex.quote(str(run_dir.path))}`)"
         return new("is finished", more if _is_longer(run_dir, resolved) else "")
     saved = list_checkpoints(run_dir)
     changes = _changes(run_dir, resolved, saved[-1] if saved else None)
@@ -159,30 +160,33 @@ def _choose_auto(resolved: Resolved, now: Clock) -> Begun:
     is_script = resolved.config.training.script is not None
     if asked and not saved:
         if is_script:
-            more = f" (`--resume {shlex.quote(str(run_dir.path))}` goes on with the other)"
+            more = f" (resume it with `--resume {shlex.quote(str(run_dir.path))}`)"
             return new("ended with other values", more)
         return new("ended before its first checkpoint, with other values")
     if asked:
         raise changed_error(run_dir.path, str(run_dir.path), typed_command(run_dir), changes)
-    place = f" from step {saved[-1].step}" if saved else " from the start: it has no checkpoint"
+    place = f" from step {saved[-1].step}" if saved else " from step 0, as it has no checkpoint"
     if is_script:
-        place = ": its script is started again"
-    note = with_changes(f"going on with {run_dir.name}{place}{unasked}", changes)
+        place = ", whose script starts again"
+    note = with_changes(f"resuming {run_dir.name}{place}{unasked}", changes)
     return Begun(run_dir, resumed=True, note=note)
 
 
 def _find_copy(resolved: Resolved, *, is_needed: bool) -> tuple[Found | None, str]:
-    # The newest run in `checkpoint.remote`, and a remark where that could not be asked.
+    # The newest run in `checkpoint.remote`, and a remark if it does not respond.
     url = resolved.config.checkpoint.remote
     if url is None:
         return None, ""
     try:
         return find_newest(url, resolved.config.name), ""
     except UserError as error:
-        # Hours are spent already: a bucket that is away must not keep a run from going on.
+        # The run has trained for hours: a missing bucket must not prevent it from resuming.
         if is_needed or isinstance(error, MissingDependencyError):
             raise
-        return None, f"; {error.what}: whether another machine has come further is not known"
+        return (
+            None,
+            f"; {error.what}, so isles cannot check for newer checkpoints of another machine",
+        )
 
 
 def _is_ahead(found: Found, run_dir: RunDir) -> bool:
@@ -191,26 +195,26 @@ def _is_ahead(found: Found, run_dir: RunDir) -> bool:
         return found.number > number
     limit = (read_record(run_dir.remote) or {}).get("forget_after")
     if limit is not None and (found.step or 0) > limit:
-        return False  # of steps that this directory does again
+        return False  # checkpoints of steps that this directory repeats
     saved = list_checkpoints(run_dir)
     is_finished = found.is_finished and run_state(run_dir).state != "finished"
     return is_finished or (found.step or 0) > (saved[-1].step if saved else 0)
 
 
 def _choose_found(resolved: Resolved, found: Found | None, fresh: RunDir, now: Clock) -> Begun:
-    # Go on with a run that `checkpoint.remote` has, and that is not here, or not as new.
+    # Resume a run of `checkpoint.remote` that is missing or older on this machine.
     if found is None:
         runs = (run for _, run in numbered_runs(fresh.path.parent, resolved.config.name))
         notes = [
-            f"{run.name} belongs to {run.owner}; this is a new run: " for run in runs if run.owner
+            f"{run.name} belongs to {run.owner}. Starting a new run, " for run in runs if run.owner
         ]
         return Begun(fresh, resumed=False, note=notes[-1] + fresh.name if notes else "")
     run_dir = RunDir(fresh.path.with_name(found.name))
     if run_dir.attempts():
         refuse_running(run_dir, run_state(run_dir, now), now)
     if found.is_finished:
-        note = f"{found.name} is finished, as {found.copy.url} has it; this is a new run: "
-        more = f" (`--resume {shlex.quote(found.copy.url)}` goes on with that one)"
+        note = f"{found.name} is finished at {found.copy.url}. Starting a new run, "
+        more = f" (resume {found.name} with `--resume {shlex.quote(found.copy.url)}`)"
         is_longer = found.manifest and has_more_to_do(resolved.config, found.manifest)
         return Begun(fresh, resumed=False, note=f"{note}{fresh.name}{more if is_longer else ''}")
     changes = _changes_since(found, resolved)
@@ -228,10 +232,9 @@ def _choose_copy(resolved: Resolved, url: str, resume: str, now: Clock) -> Begun
     has_it = found is not None and (not rest or step in found.steps)
     if found is None or found.step is None or not has_it:
         raise UserError(
-            f"there is no {'checkpoint' if rest else 'run'} {resume}",
+            f"{'checkpoint' if rest else 'run'} not found: {resume}",
             where="--resume",
-            fix=f"give {url.rstrip('/')}/NAME-N, or one of its checkpoints, as `isles checkpoint "
-            "list` shows them",
+            fix=f"give {url.rstrip('/')}/NAME-N, or a checkpoint from `isles checkpoint list`",
             id="run.checkpoint",
         )
     run_dir = RunDir(Path(resolved.config.output_dir).expanduser() / name)
@@ -245,11 +248,14 @@ def _choose_copy(resolved: Resolved, url: str, resume: str, now: Clock) -> Begun
 
 def _from_copy(run_dir: RunDir, found: Found, place: str, changes: Sequence[Change]) -> Begun:
     refuse_others(run_dir)
-    here = "which is not here"
+    here = "which is not on this machine"
     if is_run_dir(run_dir.path):
         saved = list_checkpoints(run_dir)
-        here = f"which is here {f'up to step {saved[-1].step}' if saved else 'without checkpoint'}"
-    note = f"going on with {found.name}, {here}, {place} at {found.copy.url}"
+        here = (
+            "which this machine has "
+            f"{f'up to step {saved[-1].step}' if saved else 'without a checkpoint'}"
+        )
+    note = f"resuming {found.name}, {here}, {place} at {found.copy.url}"
     return Begun(run_dir, resumed=True, note=with_changes(note, changes), found=found)
 
 
@@ -269,69 +275,69 @@ def _choose_given(resolved: Resolved, resume: str, now: Clock) -> Begun:
             found = find_any(resume, Path(resolved.config.output_dir).expanduser())
             if not isinstance(found, RunDir):
                 raise UserError(
-                    f"{found.name} is not a run of this machine alone",
+                    f"{found.name} is a run of several machines",
                     where="--resume",
-                    fix=f"type the command that has started {found.name} once more",
+                    fix=f"run the command again that started {found.name}",
                     id="run.elsewhere",
                 )
             run_dir = found
     refuse_others(run_dir)
     if (owner := _first_node(run_dir)) is not None:
         raise UserError(
-            f"{run_dir.name} is kept by {owner}, its first host; here are only logs of it",
+            f"{run_dir.name} is on {owner}, its first host, and this machine has only its logs",
             where=str(run_dir.path),
-            fix=f"make {owner} the first of the hosts, or start it there; `--resume no` starts a "
-            "new run",
+            fix=f"put {owner} first in the list of hosts, start the run on {owner}, or start a "
+            "new run with `--resume no`",
             id="run.elsewhere",
         )
     if checkpoint is not None and not checkpoint.is_dir():
         raise UserError(
-            f"there is no checkpoint {checkpoint.name}",
+            f"checkpoint not found: {checkpoint.name}",
             where=str(checkpoint.parent),
-            fix=f"`isles checkpoint list {typed_name(run_dir)}` shows those there are",
+            fix=f"choose one of `isles checkpoint list {typed_name(run_dir)}`",
             id="run.checkpoint",
         )
     refuse_running(run_dir, run_state(run_dir, now), now)
-    note = f"going on with {run_dir.name}" + (f" from {checkpoint.name}" if checkpoint else "")
+    note = f"resuming {run_dir.name}" + (f" from {checkpoint.name}" if checkpoint else "")
     saved = [info for info in list_checkpoints(run_dir) if checkpoint in (None, info.path)]
     try:
         changes = _changes(run_dir, resolved, saved[-1] if saved else None)
     except UserError as error:
-        note += f" (its old values could not be compared: {error.what})"
+        note += f" (isles could not compare its old values: {error.what})"
     else:
         note = with_changes(note, changes)
     return Begun(run_dir, resumed=True, note=note, resume_from=checkpoint)
 
 
 def _first_node(run_dir: RunDir) -> str | None:
-    # The host that has the checkpoints of a run of which this one was only a node.
+    # The host with the checkpoints of a run, if this host was only a node of it.
     mark = read_record(run_dir.node_of)
     return str(mark.get("first_node")) if mark is not None else None
 
 
 def _changes(run_dir: RunDir, resolved: Resolved, info: CheckpointInfo | None) -> list[Change]:
-    # What has changed since the last start; `info`: the checkpoint that would be loaded.
+    # Changes since the last attempt. `info`: the checkpoint to load.
     old = _old_config(run_dir)
     changes = changed_mathematics(old, resolved.config)
     return changes + (changed_length(old, resolved.config, info.manifest) if info else [])
 
 
 def _is_longer(run_dir: RunDir, resolved: Resolved) -> bool:
-    # Whether a run file is that of a finished run, with a greater length.
+    # Whether a run file equals the run file of a finished run, but with a greater length.
     saved = list_checkpoints(run_dir)
     if not saved or not has_more_to_do(resolved.config, saved[-1].manifest):
         return False
     try:
         old = _old_config(run_dir)
     except UserError:
-        return False  # of another isles: it could not be gone on with
+        return False  # of another isles, which cannot resume it
     return not (
         has_more_to_do(old, saved[-1].manifest) or changed_mathematics(old, resolved.config)
     )
 
 
 def is_unchanged(run_dir: RunDir, resolved: Resolved) -> bool:
-    """Whether the last start of a run had exactly these values."""
+    """Whether the last attempt of a run had exactly these values."""
     try:
         return _old_config(run_dir) == resolved.config
     except UserError:
@@ -356,7 +362,8 @@ def _config_from(text: str, place: str) -> RunConfig:
 
 def _unusable(why: str, place: str) -> UserError:
     return UserError(
-        f"resolved.yaml cannot be used: {why}",
+        f"resolved.yaml is not usable: {why}",
         where=place,
-        fix="resume with the version of isles that wrote it, or start a new run with `--resume no`",
+        fix="resume with the version of isles that wrote the file, or start a new run with "
+        "`--resume no`",
     )

@@ -1,4 +1,4 @@
-"""The claim on a name in an output folder: of several starts at one instant, one begins at a time.
+"""The claim on a name in an output folder, so that simultaneous starts begin one at a time.
 
 The claim is the folder `.NAME.UID.claim`. Users do not share a claim, since no user begins a run in
 the directory of another. The claim holds one record, which names the process of a start. A start
@@ -42,12 +42,12 @@ _TOKEN = re.compile(r"[0-9a-f]{32}")
 def claimed(output_dir: Path, name: str) -> Iterator[None]:
     """Hold the claim on a name while a block begins a run of this name.
 
-    Where this user may write nothing into the folder, nothing is claimed: no run can be new there,
+    Without write permission for the folder, isles claims nothing: no run can be new in the folder,
     and `new_attempt` refuses all but one of the starts that resume a run.
 
     Raises:
-        UserError: another process holds the claim, and for longer than a start should take; or the
-            folder cannot be written, or an entry of another user has the name of the claim.
+        UserError: another process holds the claim for longer than a start should take, the folder
+            is not writable, or an entry of another user has the name of the claim.
     """
     claim, token = output_dir / f".{name}.{os.geteuid()}.claim", secrets.token_hex(16)
     is_ours = _take(claim, token, name)
@@ -71,16 +71,16 @@ def _take(claim: Path, token: str, name: str) -> bool:
         try:
             record = staged / token
             record.write_text(json.dumps(ProcessId.of(os.getpid()).record()), encoding="utf-8")
-            now = record.stat().st_mtime  # by the clock of the file system, as of other claims
+            now = record.stat().st_mtime  # the clock of the file system, as for other claims
             _move(staged, claim, now, name)
         except BaseException as error:
             _remove(staged, token)
             if not isinstance(error, OSError):
                 raise
-            # Both are paths that the user knows; the staged folder is gone.
+            # The user knows both paths, and the staged folder is gone.
             where = claim if error.filename2 == str(claim) else claim.parent
             raise OSError(error.errno, error.strerror, str(where)) from error
-        for left in claim.parent.glob(".*.claim-*"):  # by starts that were killed before the move
+        for left in claim.parent.glob(".*.claim-*"):  # from starts that were killed before the move
             with suppress(OSError):
                 _clear(left, now)
     return True
@@ -92,7 +92,7 @@ def _move(staged: Path, claim: Path, now: float, name: str) -> None:
         try:
             staged.rename(claim)
         except OSError as error:
-            require_own(claim)  # another user may have taken its name, to hold up starts
+            require_own(claim)  # another user may use its name to block starts
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
         else:
@@ -100,7 +100,7 @@ def _move(staged: Path, claim: Path, now: float, name: str) -> None:
         holder, late_s = _clear(claim, now), time.monotonic() - deadline
         if (holder and late_s > 0) or late_s > _PATIENCE_S + 1:
             raise UserError(
-                f"another start of {name} is at work just now{holder or ''}",
+                f"another process is starting {name} now{holder or ''}",
                 where=str(claim),
                 fix="run `isles status` to see the run. If that process has ended, delete this "
                 "folder",
@@ -110,9 +110,9 @@ def _move(staged: Path, claim: Path, now: float, name: str) -> None:
 
 
 def _clear(folder: Path, now: float) -> str | None:
-    # Remove what a dead process has left of a claim. Returns who holds it, in words; None: nobody.
-    # All is done relative to the folder's descriptor, and no link is followed: whoever may write
-    # here could else lead a start to other folders of this user.
+    # Remove the claim of a dead process. Returns the holder as text, or None.
+    # Every call is relative to the folder's descriptor and follows no link: otherwise another user
+    # with write permission could lead a start to other folders of this user.
     try:
         with folder_below(folder.parent, [folder.name]) as handle:
             names = os.listdir(handle)  # noqa: PTH208  # of a descriptor
@@ -121,7 +121,7 @@ def _clear(folder: Path, now: float) -> str | None:
         if not any(holders) and (names or is_old):
             folder.rmdir()
     except OSError as error:
-        # Given back meanwhile, or taken by another start; ESTALE: that one is on another host.
+        # Released in the meantime, or claimed by another start (ESTALE: on another host).
         gone = errno.ENOENT, errno.ESTALE, errno.EEXIST, errno.ENOTEMPTY
         if error.errno not in gone:
             raise
@@ -130,9 +130,9 @@ def _clear(folder: Path, now: float) -> str | None:
 
 
 def _holder(folder: int, name: str, now: float) -> str:
-    # Who holds a claim by this entry, in words; empty: a dead process, and the entry is removed. It
-    # is removed by its own name, so that of two that find it dead none removes that of a third,
-    # which has the claim by then.
+    # The holder of a claim as text, or empty for a dead process, whose entry it removes. It removes
+    # the entry by its own name: if two processes find it dead, neither can remove the claim of a
+    # third process.
     found = os.stat(name, dir_fd=folder, follow_symlinks=False)
     text = b"-"
     if stat.S_ISREG(found.st_mode) and _TOKEN.fullmatch(name):
@@ -151,10 +151,10 @@ def _holder(folder: int, name: str, now: float) -> str:
         return ""
     if process is not None:
         return f" on {process.host} (pid {process.pid})"
-    return f" (by {printable(name)}, which names no process)"
+    return f" (by {printable(name)}, without a process)"
 
 
 def _remove(folder: Path, token: str) -> None:
-    with suppress(OSError):  # nobody may write there, or it was never made
+    with suppress(OSError):  # not writable, or never created
         (folder / token).unlink(missing_ok=True)
         folder.rmdir()

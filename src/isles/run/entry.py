@@ -28,7 +28,7 @@ def make_own_folder(path: Path, mode: int = 0o777) -> bool:
 
     Raises:
         UserError: the entry, or the link in its place, belongs to another user.
-        OSError: it cannot be made, or it is not a folder.
+        OSError: isles cannot create it, or it is not a folder.
     """
     try:
         path.mkdir(mode)
@@ -41,9 +41,9 @@ def make_own_folder(path: Path, mode: int = 0o777) -> bool:
 
 
 def require_own(path: Path) -> None:
-    """Raise a UserError if there is such an entry, and it belongs to another user.
+    """Raise a UserError if the entry exists and belongs to another user.
 
-    OSError: the entry cannot be looked at.
+    OSError: the entry is not accessible.
     """
     try:
         found = path.lstat()
@@ -60,7 +60,7 @@ def require_own(path: Path) -> None:
 
 
 def is_own(path: Path) -> bool:
-    """Whether an entry is free, or belongs to this user, as `require_own` judges it."""
+    """Whether an entry is missing or belongs to this user. See `require_own`."""
     try:
         require_own(path)
     except (OSError, PreflightError):
@@ -71,12 +71,12 @@ def is_own(path: Path) -> bool:
 def open_own_file(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> BinaryIO:
     """Open a file of this user, or make it with O_CREAT; unbuffered, for reading, writing or both.
 
-    Nothing is truncated. Another user may have put a link there, or a second name (a hard link) of
-    a file of this user.
+    It truncates nothing. Another user may have put a link in its place, or a hard link to a file of
+    this user.
 
     Raises:
         UserError: a link, or a file of another user, is in its place.
-        OSError: it cannot be opened.
+        OSError: isles cannot open it.
     """
     try:
         handle = os.open(path, flags | _OPEN, mode)
@@ -117,9 +117,9 @@ def _kind(found: os.stat_result) -> str:
 
 def _foreign(path: Path, kind: str, uid: int) -> PreflightError:
     return PreflightError(
-        f"isles does not write into {path.name}: it is a {kind} of {user_name(uid)}",
+        f"isles does not write into {path.name}, a {kind} of {user_name(uid)}",
         where=str(path),
-        fix="give the run another name, or set another output_dir; a run that you trust can be "
-        "copied with `cp -r` and resumed",
+        fix="give the run another name, or set another output_dir. To resume a run that you "
+        "trust, copy it with `cp -r`",
         id="run.foreign",
     )

@@ -21,28 +21,28 @@ ATTEMPT = "ISLES_ATTEMPT"
 NAMED = "ISLES_NAMED"
 """Suffix of a run's name on the machine that shows the output of this one."""
 IN_POD = "kubernetes:"
-"""Begins a destination that is reached by kubectl, in a pod: see `launch/kubernetes/reach.py`."""
+"""Prefix of a destination in a pod, for kubectl. See `launch/kubernetes/reach.py`."""
 MACHINE = "ISLES_MACHINE"
-"""This machine, as `Shell` reaches it from the machine that shows the output of this process."""
+"""Destination of this machine for `Shell` on the machine that shows the output of this process."""
 CONTAINER = "ISLES_CONTAINER"
-"""Set inside a container: number and start of the process of the host that has entered it."""
+"""Set inside a container: number and start time of the host process that has entered it."""
 TELEMETRY = "ISLES_TELEMETRY"
-"""off: agents sample nothing, for benchmarks that compare with it."""
+"""off: agents take no samples, for comparison in benchmarks."""
 
 SKY_TOKEN = "ISLES_TOKEN"
-"""Token of a start, which a task of SkyPilot gets as a secret."""
+"""Token of an attempt, which a SkyPilot task gets as a secret."""
 SKY_JOIN = "ISLES_JOIN"
-"""Join line of a start, the same way."""
+"""Join line of an attempt, also a SkyPilot secret."""
 
 _HOME = "isles-home-"
 _SETTLED = "ISLES_SETTLED_HOME"
-"""The folder in place of HOME that a process above this one has made."""
+"""The replacement for HOME that a parent process has made."""
 
 _SPECIAL_STEP = 0xFFFFFFF0
 """Slurm gives special steps, such as the interactive step of `salloc`, numbers from here on."""
 
 SET_BY_TORCHRUN = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT"}
-"""Variables of torchrun's ranks that no other module here sets."""
+"""Variables of torchrun's ranks that no other module of isles sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,14 @@ class RankEnv:
     """Place of one process among the ranks: torchrun's variables and ours.
 
     Args:
-        rank, local_rank, world_size, local_world_size: as torchrun sets them; a process started
-            by hand without torchrun is rank 0 of 1.
-        attempt: which start of the run this is; 0 where no launcher of ours started it.
-        store: file through which the ranks of one machine find one another; None: env://.
-        restart: how often all ranks of this start were started again before.
-        store_address: host and port of the store of the agents, or of torchrun, through which the
-            ranks of several nodes find one another; None: `store` or env://.
-        in_job: whether the run is in the job of a queue, which may be queued again after a stop.
+        rank, local_rank, world_size, local_world_size: torchrun's values. Without torchrun, a
+            process is rank 0 of 1.
+        attempt: number of the attempt, or 0 without a launcher of isles.
+        store: file for the rendezvous of ranks on one machine, or None for env://.
+        restart: number of earlier restarts of all ranks in this attempt.
+        store_address: host and port of the store of the agents or of torchrun, for the rendezvous
+            of ranks on several nodes. None means `store` or env://.
+        in_job: whether the run is in a queue's job, which may be requeued after a stop.
     """
 
     rank: int
@@ -72,7 +72,7 @@ class RankEnv:
 
 
 def read_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
-    """This process' place among the ranks."""
+    """Place of this process among the ranks."""
     world_size = int(environ.get("WORLD_SIZE", "1"))
     address = None
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -89,17 +89,18 @@ def read_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
 
 
 def allocation(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The Slurm job that this process is a part of; None: it is in none."""
+    """The Slurm job of this process, or None."""
     return environ.get("SLURM_JOB_ID") or None
 
 
 def is_job_node(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process is on a node of its Slurm job; a shell of salloc may be elsewhere."""
+    """Whether this process is on a node of its Slurm job. A shell of salloc may be on another
+    host."""
     return bool(environ.get("SLURMD_NODENAME"))
 
 
 def run_dir_of_script(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The run directory of the script that calls this; None where isles has not started it."""
+    """The run directory of the calling script, or None if isles has not started it."""
     value = environ.get(RUN_DIR)
     return Path(value) if value else None
 
@@ -115,18 +116,19 @@ def is_in_container(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def container_host(environ: Mapping[str, str] = os.environ) -> tuple[int, float] | None:
-    """Number and start of the process of the host that has entered this container, if known."""
+    """Number and start time of the host process that has entered this container, if known."""
     words = environ.get(CONTAINER, "").split()
     return (int(words[0]), float(words[1])) if len(words) == 2 else None
 
 
 def scratch_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The folder for temporary files that the user or a job has named."""
+    """The folder for temporary files from the user or a job."""
     return Path(environ["TMPDIR"]) if environ.get("TMPDIR") else None
 
 
 def forget_window_size() -> None:
-    """Take out COLUMNS and LINES, which programs take for the size of a window that may change."""
+    """Remove COLUMNS and LINES, which programs use as the size of a window, though it may
+    change."""
     for name in ("COLUMNS", "LINES"):
         os.environ.pop(name, None)
 
@@ -135,19 +137,19 @@ def refuse_kernels() -> None:
     """Let transformers fetch no kernels, unless the user has set USE_HUB_KERNELS.
 
     If the package `kernels` is installed, the type in a model's config.json is enough for
-    transformers to download compiled code and run it. To be called before transformers is imported,
-    by every process that builds a model.
+    transformers to download compiled code and run it. Every process that builds a model must call
+    this before it imports transformers.
     """
     os.environ.setdefault("USE_HUB_KERNELS", "NO")
 
 
 def num_restarts(environ: Mapping[str, str] = os.environ) -> int:
-    """How often the ranks of this start were started again before, by our agents or torchrun."""
+    """Number of earlier restarts of the ranks of this attempt, by isles agents or torchrun."""
     return int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def home(environ: Mapping[str, str] = os.environ) -> Path:
-    """The user's home folder, or a folder below TMPDIR in its place.
+    """The user's home folder, or a folder below TMPDIR instead.
 
     In a container the user may be a bare number, without a name and a home, or with the home /,
     which only root can write to.
@@ -165,7 +167,7 @@ def home(environ: Mapping[str, str] = os.environ) -> Path:
         folder = Path(environ.get(_SETTLED) or Path(below) / f"{_HOME}{os.getuid()}")
         with suppress(OSError):
             folder.mkdir(mode=0o700, exist_ok=True)
-            # Others can write to this folder's parent, and might have made it.
+            # Others can write to this folder's parent, and may have made it.
             own = folder.lstat()
             if stat.S_ISDIR(own.st_mode) and own.st_uid == os.getuid() and not own.st_mode & 0o022:
                 return folder
@@ -173,7 +175,7 @@ def home(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def _may_keep(folder: Path) -> bool:
-    # Whether caches can be made below it, or are there already.
+    # Whether isles can create caches below it, or they exist.
     # `Path.exists` would raise an error if this user may not look into the folder.
     if os.path.exists(folder / ".cache"):  # noqa: PTH110
         return True
@@ -182,12 +184,12 @@ def _may_keep(folder: Path) -> bool:
 
 
 def settle_home() -> str:
-    """Give this process and its children a home and a user name, as libraries expect them.
+    """Give this process and its children a home and a user name, which libraries expect.
 
-    To be called by each process that no other process of isles has started.
+    Each process that no other process of isles has started must call this.
 
     Returns:
-        A line for the user if the caches lie in a folder for temporary files now; else empty.
+        A line for the user if the caches are now in a folder for temporary files, or empty.
     """
     found, before = home(), os.environ.get("HOME", "")
     names = ("LOGNAME", "USER", "LNAME", "USERNAME")
@@ -207,17 +209,17 @@ def settle_home() -> str:
             os.environ["XDG_CACHE_HOME"] = f"{found}/.cache"
     if has_caches or not found.name.startswith(_HOME):
         return ""
-    why = f"HOME is {before}, which cannot be written to" if before else "this user has no HOME"
+    why = f"HOME is {before}, which is not writable" if before else "this user has no HOME"
     return f"{why}: caches are in {found}. To keep them, set HOME, or XDG_CACHE_HOME and HF_HOME"
 
 
 def cache_home(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where caches belong by the XDG base directory specification."""
+    """Folder for caches, by the XDG base directory specification."""
     return Path(environ.get("XDG_CACHE_HOME") or home(environ) / ".cache") / "isles"
 
 
 def state_home(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where what a user's programs remember belongs by the XDG base directory specification."""
+    """Folder for the state of a user's programs, by the XDG base directory specification."""
     return Path(environ.get("XDG_STATE_HOME") or home(environ) / ".local" / "state") / "isles"
 
 
@@ -229,7 +231,7 @@ def visible_devices(environ: Mapping[str, str] = os.environ) -> list[str] | None
 
 
 def hub_cache(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where huggingface_hub keeps what it has downloaded; by its documentation."""
+    """Folder for downloads of huggingface_hub, by its documentation."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if environ.get(name):
             return Path(environ[name]).expanduser()
@@ -237,16 +239,16 @@ def hub_cache(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def datasets_cache(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where the datasets library keeps what it has prepared; by its documentation."""
+    """Folder for prepared data of the datasets library, by its documentation."""
     folder = environ.get("HF_DATASETS_CACHE")
     return Path(folder).expanduser() if folder else _hub_home(environ) / "datasets"
 
 
 @dataclass(frozen=True, slots=True)
 class HubAccess:
-    """How the Hugging Face hub is reached; by huggingface_hub's documentation.
+    """Access to Hugging Face, by huggingface_hub's documentation.
 
-    `token` is a secret; empty: there is none.
+    `token` is a secret, or empty.
     """
 
     endpoint: str
@@ -255,7 +257,7 @@ class HubAccess:
 
 
 def hub_access(environ: Mapping[str, str] = os.environ) -> HubAccess:
-    """The hub's address, the token of this account, and whether nothing may be fetched."""
+    """The address of Hugging Face, the token of this account, and whether downloads are off."""
     endpoint = (environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     token = environ.get("HF_TOKEN") or environ.get("HUGGING_FACE_HUB_TOKEN") or ""
     if not token and not _is_on(environ, "HF_HUB_DISABLE_IMPLICIT_TOKEN"):
@@ -267,7 +269,7 @@ def hub_access(environ: Mapping[str, str] = os.environ) -> HubAccess:
 
 
 def _is_on(environ: Mapping[str, str], name: str) -> bool:
-    # As huggingface_hub reads its variables.
+    # The same reading of variables as in huggingface_hub.
     return environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")
 
 
@@ -283,17 +285,17 @@ def has_mlflow_server(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def pbs_job(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The PBS job that this process is a part of; None outside of one."""
+    """The PBS job of this process, or None."""
     return environ.get("PBS_JOBID")
 
 
 def pod_index(environ: Mapping[str, str] = os.environ) -> int:
-    """Index of this pod in its Indexed Job, as Kubernetes sets it."""
+    """Index of this pod in its Indexed Job, set by Kubernetes."""
     return int(environ.get("JOB_COMPLETION_INDEX", "0"))
 
 
 def pod_address(environ: Mapping[str, str] = os.environ) -> str:
-    """Address of this pod, as the manifest has it set."""
+    """Address of this pod, set by the manifest."""
     return environ["ISLES_POD_IP"]
 
 
@@ -313,12 +315,12 @@ def job_node(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> i
 
 @dataclass(frozen=True, slots=True)
 class SkyStart:
-    """What a task of SkyPilot tells its first node.
+    """Variables of a SkyPilot task on its first node.
 
     Args:
-        addresses: of the nodes, in the order of their numbers.
-        token: secret of the start.
-        join: join line, a secret; empty: there is none.
+        addresses: addresses of the nodes, in the order of their numbers.
+        token: secret of the attempt.
+        join: join line, a secret, or empty.
     """
 
     addresses: tuple[str, ...]
@@ -327,10 +329,10 @@ class SkyStart:
 
 
 def take_sky_start() -> SkyStart:
-    """What SkyPilot's variables say; the secrets are no longer in the environment after that.
+    """Read SkyPilot's variables, and remove the secrets from the environment.
 
     Raises:
-        UserError: this is no task that isles has written.
+        UserError: isles has not written this task.
     """
     addresses = tuple(os.environ.get("SKYPILOT_NODE_IPS", "").split())
     token, join = os.environ.pop(SKY_TOKEN, ""), os.environ.pop(SKY_JOIN, "")
@@ -340,7 +342,7 @@ def take_sky_start() -> SkyStart:
     raise UserError(
         f"{missing} is not set",
         where="environment",
-        fix=f"SkyPilot runs this: sky launch --secret {SKY_TOKEN} TASK.yaml, with a random "
+        fix=f"start the task with sky launch --secret {SKY_TOKEN} TASK.yaml, and a random "
         f"{SKY_TOKEN} in the environment",
         id="start.refused",
     )
@@ -349,14 +351,14 @@ def take_sky_start() -> SkyStart:
 def rank_defaults(
     *, device: str, nproc: int, interface: str | None, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Variables that make a good start of ranks, where the user has set none.
+    """Default variables for ranks, if the user has not set them.
 
     Args:
-        interface: the network interface over which they reach the others; None: not known.
+        interface: network interface to the other ranks, or None if unknown.
     """
     added = {}
     if device == "cpu" or nproc > 1:
-        # Without it every rank starts a thread per core, and they fight for the cores.
+        # Without it every rank starts a thread per core, and the ranks compete for the cores.
         added["OMP_NUM_THREADS"] = str(max(1, usable_cores(environ) // nproc))
     if interface is not None:
         added["GLOO_SOCKET_IFNAME"] = interface
@@ -369,7 +371,7 @@ def rank_defaults(
 
 
 def usable_cores(environ: Mapping[str, str] = os.environ) -> int:
-    """Cores that this process and its children may keep busy.
+    """Cores that this process and its children may use.
 
     If a queue does not bind cores, a job sees all cores of its node, and other jobs use them too.
     Then only the variables of the queue show how many cores the job has.
@@ -397,19 +399,20 @@ def _is_set_by_pbs(environ: Mapping[str, str]) -> bool:
 
 
 def named_elsewhere(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Suffix of a run's name on the machine that shows the output of this one; None: it is this."""
+    """Suffix of a run's name on the machine that shows the output, or None if it is this
+    machine."""
     return environ.get(NAMED)
 
 
 def machine_elsewhere(environ: Mapping[str, str] = os.environ) -> str:
-    """This machine, as `Shell` reaches it from the machine that shows the output; empty: no other
-    machine shows it."""
+    """Destination of this machine for `Shell` on the machine that shows the output, or empty if it
+    is this machine."""
     return environ.get(MACHINE, "")
 
 
 def shown_place(path: Path, machine: str | None = None) -> str:
-    """A path as the user at the machine that shows the output types it: with this machine before it
-    if that is another one. In a pod the path stays, as scp does not reach it."""
+    """A path for the user of the machine that shows the output. isles adds this machine's name if
+    the machines differ. In a pod the path stays, as scp does not reach it."""
     machine = machine_elsewhere() if machine is None else machine
     if not machine:
         return str(path)
@@ -419,13 +422,13 @@ def shown_place(path: Path, machine: str | None = None) -> str:
 
 @contextmanager
 def hidden(*packages: str) -> Iterator[None]:
-    """Let packages that are not imported yet look as if they were not installed.
+    """Hide packages, so that they look as if they were not installed. Call it before their import.
 
-    For libraries that import all of an optional package where it is installed, used or not.
+    For libraries that import a whole optional package if it is installed, even without using it.
     """
     modules: dict[str, Any] = sys.modules
     new = [package for package in packages if package not in modules]
-    modules |= dict.fromkeys(new)  # None: Python's own way to say so
+    modules |= dict.fromkeys(new)  # None, by which Python blocks an import
     try:
         yield
     finally:

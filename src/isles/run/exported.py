@@ -1,4 +1,4 @@
-"""Which step the exported model of a run is of, and whether the last export failed."""
+"""The step of the exported model of a run, and the failure of its last export."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from isles.run.state import text_of
 
 _CARD_BYTES = 1 << 20
 _STEPS = re.compile(r"^\| steps \| ([\d,]+) \|$", re.MULTILINE)
-"""A row of the model card, which `isles.checkpoint.card` writes."""
+"""A row of the model description, which `isles.checkpoint.card` writes."""
 
 
 def exported_step(folder: Path) -> int | None:
-    """The step of an exported model, by its model card; None: the card does not say it."""
+    """The step of an exported model from its model description, or None if unknown."""
     with suppress(OSError), open_regular(folder / "README.md") as file:
         found = _STEPS.search(file.read(_CARD_BYTES).decode(errors="replace"))
         return None if found is None else number_of(found[1].replace(",", ""))
@@ -27,7 +27,7 @@ def exported_step(folder: Path) -> int | None:
 
 
 def export_failure(run_dir: RunDir) -> str:
-    """Why a finished run has no model of its last step; empty: its export did not fail."""
+    """The reason why a finished run has no model of its last step, or empty without a failure."""
     summary = read_record(run_dir.summary) or {}
     error = text_of(summary, "export_error")
     # `isles checkpoint export` may have succeeded since.
@@ -36,7 +36,7 @@ def export_failure(run_dir: RunDir) -> str:
 
 
 def unsent_reason(run_dir: RunDir) -> str:
-    """Why RUN/model must not be sent as the model of the run; empty: it may."""
+    """The reason why RUN/model is not the model of the run, or empty if it is."""
     last = recorded_number(read_record(run_dir.summary), "steps")
     step = exported_step(run_dir.model)
     if step is not None and last is not None and step != last:

@@ -31,7 +31,7 @@ from isles.run.remote import (
 from isles.run.state import QUEUES, number_of
 
 NUMBERED = re.compile(r"(?P<name>.+)-(?P<number>[0-9]{1,18})")
-"""The name of a run. Longer numbers are not counted: other users and buckets may have any name."""
+"""The name of a run. isles ignores longer numbers, as other users and buckets may have any name."""
 _LISTED = 8
 
 Run = RunDir | RemoteRun | MultiClusterRun
@@ -42,7 +42,7 @@ def is_run_dir(path: Path) -> bool:
 
 
 def list_runs(output_dir: Path) -> list[RunDir]:
-    """The runs in a folder, the one that was started last at the end."""
+    """The runs in a folder, by start time. The newest run is the last."""
     if not output_dir.is_dir():
         return []
     runs = [RunDir(path) for path in output_dir.iterdir() if is_run_dir(path)]
@@ -50,7 +50,7 @@ def list_runs(output_dir: Path) -> list[RunDir]:
 
 
 def numbered_runs(output_dir: Path, name: str) -> list[tuple[int, RunDir]]:
-    """Every entry NAME-N of a folder with its N, in order; some may be no runs."""
+    """Every entry NAME-N of a folder with its N, in order. Some may not be runs."""
     if not output_dir.is_dir():
         return []
     found = []
@@ -62,12 +62,12 @@ def numbered_runs(output_dir: Path, name: str) -> list[tuple[int, RunDir]]:
 
 
 def next_run(output_dir: Path, name: str, above: int = 0) -> Path:
-    """The path of a new run NAME-N, of the first N that is free above each run of this user.
+    """The path of a new run NAME-N, with the first free N above all runs of this user.
 
-    isles ignores the runs of other users here. Otherwise another user could use up the numbers.
+    isles ignores the runs of other users for this. Otherwise another user could use up the numbers.
 
     Args:
-        above: the number of a run that is elsewhere, such as in a bucket; N is greater.
+        above: the number of a run in another place, such as a bucket. N is greater.
     """
     for number, run in reversed(numbered_runs(output_dir, name)):
         if number <= above:
@@ -80,27 +80,27 @@ def next_run(output_dir: Path, name: str, above: int = 0) -> Path:
 
 
 def own_runs(output_dir: Path, name: str) -> list[RunDir]:
-    """Runs NAME-N of this user that were started, in order of N."""
+    """Started runs NAME-N of this user, in order of N."""
     runs = (run for _, run in numbered_runs(output_dir, name) if is_run_dir(run.path))
     return [run for run in runs if run.attempts() and not other_owner(run)]
 
 
 def refuse_others(run_dir: RunDir) -> None:
-    """Raise a UserError where a run directory that is to be written into is another user's, or does
-    not exist and another user has put a link in its place."""
+    """Raise a UserError if isles must not write to a run directory: it belongs to another user, or
+    is missing and another user has put a link in its place."""
     require_own(run_dir.path)
     if owner := other_owner(run_dir):
         raise not_own(f"train in the directory of {run_dir.name}", owner, run_dir.path)
 
 
 def other_owner(run_dir: RunDir) -> str:
-    """Another user whose run it is, and into whose directory nothing is written; else empty."""
+    """The other user who owns the run, whose directory isles does not write to, or empty."""
     owner = run_dir.owner
     return "" if owner and shows_owner(run_dir.path.parent, owner) else owner
 
 
 def find_attempt(output_dir: Path, name: str, token: str) -> tuple[RunDir, Attempt] | None:
-    """The newest attempt that a start with this token has made; None: it has made none."""
+    """The newest attempt with this token, or None."""
     for run_dir in reversed(own_runs(output_dir, name)):
         for attempt in reversed(run_dir.attempts()):
             with suppress(OSError, ValueError):
@@ -110,19 +110,19 @@ def find_attempt(output_dir: Path, name: str, token: str) -> tuple[RunDir, Attem
 
 
 def find_any(given: str | None, output_dir: Path) -> Run:
-    """The run that a command means, here or on another machine, or on several clusters.
+    """The run for a name, on this machine, on another machine, or on several clusters.
 
     Runs of this user come first, because another user may start a run of the same name, with a
     higher number or a later time.
 
     Args:
-        given: a path, a full name (`quickstart-1`), the name in the run file (`quickstart`: its
-            newest run), or None: the run that was started last; also NAME@HOST, a run whose
-            directory is on another machine, or HOST:PATH, its directory there.
-        output_dir: where runs are looked for by name, and remembered.
+        given: a path, a full name (`quickstart-1`), the name in the run file (`quickstart`, for its
+            newest run), or None for the run that started last. Also NAME@HOST or HOST:PATH, for a
+            run whose directory is on another machine.
+        output_dir: folder of the runs and of the records of remote runs.
 
     Raises:
-        UserError: there is none, or there are several of this name.
+        UserError: no run matches, or several runs match.
     """
     remotes = remote_runs(output_dir)
     if given is None:
@@ -133,7 +133,7 @@ def find_any(given: str | None, output_dir: Path) -> Run:
     for remote in list_remotes(output_dir):
         names = remote.name, remote.label, f"{remote.name}@{remote.ssh}", remote.place, remote.path
         if given in names:
-            # A folder that the machine shares with this one is seen here.
+            # This machine sees a folder that it shares with the other machine.
             run = remote if remote in remotes else RunDir(output_dir / remote.name)
             exact += [run] if run not in exact else []
     # The newest run of a name in a run file.
@@ -154,14 +154,14 @@ def find_any(given: str | None, output_dir: Path) -> Run:
 def find_cluster(
     given: str | None, output_dir: Path, cluster: str | None = None
 ) -> RunDir | RemoteRun:
-    """As `find_any`; of a run on several clusters, the run of one of them.
+    """Like `find_any`, but for a run on several clusters, return the run of one cluster.
 
     Args:
-        given, output_dir: as in `find_any`.
-        cluster: its name; None: the first that was started.
+        given, output_dir: see `find_any`.
+        cluster: name of the cluster, or None for the first started cluster.
 
     Raises:
-        UserError: as in `find_any`, or there is no such cluster, or it has no run yet.
+        UserError: see `find_any`. Also if the cluster does not exist, or has no run yet.
     """
     found = find_any(given, output_dir)
     if not isinstance(found, MultiClusterRun):
@@ -170,7 +170,7 @@ def find_cluster(
         raise UserError(
             f"{given or found.name} is a run on one cluster",
             where="--cluster",
-            fix="leave it out",
+            fix="omit the cluster",
             id="run.unknown",
         )
     wanted = found.clusters if cluster is None else (found.cluster(cluster),)
@@ -181,13 +181,13 @@ def find_cluster(
         f"{cluster or 'no cluster'} of {found.name} has "
         + ("no run yet" if cluster else "a run yet"),
         where=str(found.path),
-        fix=f"`isles status {typed_name(found)}` shows how they stand",
+        fix=f"check the clusters with `isles status {typed_name(found)}`",
         id="run.unknown",
     )
 
 
 def run_of(run: MultiClusterRun, cluster: ClusterRun) -> RunDir | RemoteRun | None:
-    """The run of one cluster; None where it was never started, or its directory is gone."""
+    """The run of one cluster, or None if it never started or its directory is gone."""
     if not cluster.path:
         return None
     if not cluster.ssh:
@@ -197,12 +197,12 @@ def run_of(run: MultiClusterRun, cluster: ClusterRun) -> RunDir | RemoteRun | No
 
 
 def remote_runs(output_dir: Path) -> list[RemoteRun]:
-    """Remembered runs whose directory is not in the folder itself, the oldest first."""
+    """Recorded runs whose directory is outside of the folder, oldest first."""
     return [run for run in list_remotes(output_dir) if not _is_in(output_dir, run)]
 
 
 def typed_name(run_dir: RunDir | MultiClusterRun) -> str:
-    """What a user types after a verb to mean a run of this machine."""
+    """The name of a run of this machine for a command."""
     if (behind := named_elsewhere()) is not None:
         return f"{run_dir.name}{behind}"
     if run_dir.path.absolute().parent == RUNS.absolute():
@@ -211,7 +211,7 @@ def typed_name(run_dir: RunDir | MultiClusterRun) -> str:
 
 
 def typed_command(run_dir: RunDir) -> str:
-    """The command of the last start, which resumes the run; empty if it is not recorded, or if
+    """The command of the last attempt, which resumes the run. Empty if it is not recorded, or if
     another user has recorded it."""
     attempt = run_dir.last_attempt()
     launch = read_own(attempt.launch) if attempt else None
@@ -224,8 +224,9 @@ def _newest(output_dir: Path, remotes: list[RemoteRun]) -> Run:
     several = sorted(list_multi_cluster(output_dir), key=_is_own)
     if not runs and not several:
         raise UserError(
-            f"there is no run in {output_dir}/",
-            fix="start one with `isles train run.yaml`, or say where they are: --output-dir",
+            f"no run found in {output_dir}/",
+            fix="start a run with `isles train run.yaml`, or give the folder of the runs with "
+            "--output-dir",
             id="run.unknown",
         )
     if not runs or (several and _is_own(several[-1]) > _is_own(runs[-1])):
@@ -241,8 +242,8 @@ def _run_at(path: Path) -> RunDir | MultiClusterRun | None:
 
 
 def _is_in(output_dir: Path, run: RemoteRun) -> bool:
-    # Whether the folder is shared with the run's machine, so that the run is found in it anyhow. A
-    # run of this machine may have the same path, but was launched here.
+    # Whether the run's machine shares the folder, so that isles finds the run in it anyway. A run
+    # of this machine may have the same path, but this machine launched it.
     path = output_dir / run.name
     attempt = RunDir(path).last_attempt() if is_run_dir(path) else None
     launch = read_record(attempt.launch) if attempt else None
@@ -288,26 +289,26 @@ def _ambiguous(given: str, runs: list[Run]) -> UserError:
         else f"{run.path} (here)"
         for run in runs
     ]
-    fix = f"say which: {', '.join(ways)}"
-    return UserError(f"{given} may mean {len(ways)} runs", fix=fix, id="run.unknown")
+    fix = f"use one of: {', '.join(ways)}"
+    return UserError(f"{given} matches {len(ways)} runs", fix=fix, id="run.unknown")
 
 
 def _not_found(given: str, output_dir: Path, remotes: list[RemoteRun]) -> UserError:
     if given.endswith((".yaml", ".yml")):
-        what = f"{given} is a run file; this command takes the name of a run"
+        what = f"{given} is a run file, and this command needs the name of a run"
     elif Path(given).is_dir():
-        what = f"{given} is not a run directory: it holds no resolved.yaml"
+        what = f"{given} is not a run directory, as it has no resolved.yaml"
     else:
-        what = f"there is no run {given!r} in {output_dir}/"
+        what = f"no run {given!r} found in {output_dir}/"
     names = [run.name for run in reversed(list_runs(output_dir))]
     close = difflib.get_close_matches(given, [*names, *(_stem(name) for name in names)], n=1)
     if not names:
-        fix = "start one with `isles train run.yaml`, or give --output-dir"
+        fix = "start a run with `isles train run.yaml`, or give --output-dir"
     elif close:
         fix = f"did you mean {close[0]}?"
     else:
         older = f" and {len(names) - _LISTED} older ones" if len(names) > _LISTED else ""
-        fix = f"the runs there are: {', '.join(names[:_LISTED])}{older}"
+        fix = f"use one of: {', '.join(names[:_LISTED])}{older}"
     others = ", ".join(run.label for run in reversed(remotes[-_LISTED:]))
-    fix += f"; on other machines: {others}" if others else ""
+    fix += f", or on other machines {others}" if others else ""
     return UserError(what, fix=fix, id="run.unknown")

@@ -1,6 +1,6 @@
-"""Which rank the others wait for, from the position of each; and a position, from a stack.
+"""Find the rank that the others wait for, from all positions, and a position from a stack.
 
-Used alike by the ranks of the built-in trainer and by the watchdog of a user's own script.
+Both the ranks of the built-in trainer and the watchdog of a user's script use it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Position:
     """Position of a rank.
 
     Args:
-        stage: a part of the step, or another phase: evaluating, saving.
-        at: the place in its code; empty: unknown.
-        waits_in: the collective operation that it waits in; empty: in none, as far as is known.
+        stage: a part of the step, or another phase, such as evaluating or saving.
+        at: the place in its code, or empty if unknown.
+        waits_in: the collective operation that it waits in, or empty.
     """
 
     step: int
@@ -45,7 +45,7 @@ class Position:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Smaller: further behind."""
+        """Order of the position. Smaller is further behind."""
         return self.step, STAGES.index(self.stage) if self.stage in STAGES else len(STAGES)
 
 
@@ -61,15 +61,15 @@ def find_hang(ranks: Mapping[int, Position], hosts: Sequence[str], silent_s: flo
     """Find the ranks that the others wait for.
 
     Args:
-        ranks: position of each that has answered.
-        hosts: of all ranks.
-        silent_s: how long the others have not.
+        ranks: positions of the ranks that have answered.
+        hosts: hosts of all ranks.
+        silent_s: seconds without an answer of the other ranks.
     """
     silent = [rank for rank in range(len(hosts)) if rank not in ranks]
     if silent:
         lost = "it is frozen, or its machine or network is down"
         words = [
-            f"{_name(rank, hosts)} has not been heard of for {silent_s:.0f} s: {lost}"
+            f"no heartbeat from {_name(rank, hosts)} for {silent_s:.0f} s: {lost}"
             for rank in silent
         ]
         return _stall(tuple(silent), words)
@@ -81,8 +81,8 @@ def find_hang(ranks: Mapping[int, Position], hosts: Sequence[str], silent_s: flo
         waits = sorted({position.waits_in for position in ranks.values()})
         return Hang(
             (),
-            f"all ranks wait for one another, in {', '.join(waits)}: look at the network between "
-            "their hosts, and at the GPUs",
+            f"all ranks wait for each other in {', '.join(waits)}: check the network between "
+            "their hosts, and the GPUs",
         )
     root_causes = busy or behind
     if len(ranks) == 1:
@@ -111,7 +111,7 @@ def _doing(position: Position) -> str:
 
 
 def collective_in(stack: list[Frame], *, is_gpu: bool) -> str:
-    """Name of the collective operation that a stack waits in; empty where it is in none.
+    """Name of the collective operation that a stack waits in, or empty.
 
     Args:
         stack: the innermost frame last.
@@ -140,7 +140,7 @@ def collective_in(stack: list[Frame], *, is_gpu: bool) -> str:
 
 
 def place_in_words(stack: list[Frame]) -> str:
-    """The innermost frame, and the innermost that is not in a library, as text."""
+    """The innermost frame, and the innermost frame outside of libraries, as text."""
     if not stack:
         return "outside of Python"
     own = [frame for frame in stack if not _is_library(frame[0])]

@@ -42,11 +42,11 @@ ITEM_BYTES = {
     **dict.fromkeys(("float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
     "complex128": 16,
 }
-"""The types of the tensors that a checkpoint may hold, as torch names them."""
+"""The tensor types of a checkpoint, by their torch names."""
 
 
 class IndexFault(ValueError):
-    """An index cannot be used. Its text is the reason.
+    """An index is not usable. Its text is the reason.
 
     Args:
         file: the name of the index.
@@ -76,7 +76,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor of a checkpoint; `dtype` is one of `ITEM_BYTES`."""
+    """A tensor of a checkpoint. `dtype` is one of `ITEM_BYTES`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -88,7 +88,7 @@ class Index:
     """The tensors of a checkpoint by name.
 
     Args:
-        is_old: each piece is a small archive as `torch.save` writes it, not the numbers alone.
+        is_old: each piece is a small archive of `torch.save` instead of plain numbers.
     """
 
     tensors: Mapping[str, Entry]
@@ -126,10 +126,10 @@ def read_index(folder: Path, sizes: Mapping[str, int] | None = None) -> Index:
     """Read the index of a checkpoint and check it.
 
     Args:
-        sizes: the files that the manifest lists and their bytes; None: the files of the folder.
+        sizes: files of the manifest and their bytes, or None for the files of the folder.
 
     Raises:
-        IndexFault: the index is missing, or a value in it is not sound.
+        IndexFault: the index is missing, or a value in it is invalid.
     """
     try:
         if sizes is None:
@@ -137,7 +137,7 @@ def read_index(folder: Path, sizes: Mapping[str, int] | None = None) -> Index:
             sizes = {name: s.st_size for name, s in found if stat.S_ISREG(s.st_mode)}
         name = INDEX if INDEX in sizes else OLD_INDEX
         if name not in sizes:
-            raise IndexFault(f"there is neither {INDEX} nor {OLD_INDEX}")
+            raise IndexFault(f"neither {INDEX} nor {OLD_INDEX} exists")
         most = min(_LONGEST_BYTES, _LEAST_BYTES + _data_share(sizes))
         if sizes[name] > most:
             raise IndexFault(f"an index of {sizes[name]} bytes is too long for its tensors", name)
@@ -145,12 +145,12 @@ def read_index(folder: Path, sizes: Mapping[str, int] | None = None) -> Index:
     except ValueError as error:
         raise IndexFault(str(error), name) from error
     except OSError as error:
-        raise IndexFault(f"it cannot be read: {error.strerror}") from error
+        raise IndexFault(f"not readable: {error.strerror}") from error
     return index_from(data, sizes, is_old=name == OLD_INDEX)
 
 
 def index_from(data: bytes, sizes: Mapping[str, int], *, is_old: bool) -> Index:
-    """Check the bytes of an index. Raises as `read_index`."""
+    """Check the bytes of an index. Raises the errors of `read_index`."""
     file = OLD_INDEX if is_old else INDEX
     try:
         records = _old_records(data, sizes) if is_old else _records(data)
@@ -201,27 +201,27 @@ def _entry(
     name: object, record: Any, sizes: Mapping[str, int], layouts: _Layouts, is_old: bool
 ) -> Entry:
     if not isinstance(name, str) or len(name) > _LONGEST_NAME:
-        raise IndexFault("the name of a tensor is not a text, or too long")
+        raise IndexFault("the name of a tensor is not text, or too long")
     shown = ascii(name)[1:-1][:80]
     if not isinstance(record, dict) or not isinstance(record.get("pieces"), list):
         raise IndexFault(f"{shown} is not a tensor")
     dtype, shape = record.get("dtype"), _numbers(record.get("shape"), shown)
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise IndexFault(f"{shown} has a type that no tensor of a checkpoint has")
+        raise IndexFault(f"{shown} has an unknown tensor type")
     total, numel = 0, math.prod(shape)
     if not is_count(numel * ITEM_BYTES[dtype]):
         raise IndexFault(f"{shown} is too large")
     pieces = []
     for one in record["pieces"]:
         if not isinstance(one, dict):
-            raise IndexFault(f"a piece of {shown} is not one")
+            raise IndexFault(f"a piece of {shown} is not valid")
         piece = _piece(shown, one, sizes)
         ends = zip(piece.offsets, piece.sizes, shape, strict=False)
         if not len(piece.offsets) == len(piece.sizes) == len(shape):
-            raise IndexFault(f"a piece of {shown} has another number of dimensions")
+            raise IndexFault(f"a piece of {shown} has a wrong number of dimensions")
         part = math.prod(piece.sizes)
         if any(at + size > whole for at, size, whole in ends):
-            raise IndexFault(f"a piece of {shown} lies outside its tensor")
+            raise IndexFault(f"a piece of {shown} is outside its tensor")
         if piece.length != part * ITEM_BYTES[dtype] and not (
             is_old and piece.length > part * ITEM_BYTES[dtype]
         ):
@@ -231,7 +231,7 @@ def _entry(
     if total != numel:
         raise IndexFault(f"the pieces of {shown} have {total} of its {numel} numbers")
     if not layouts.are_apart([piece for piece in pieces if piece.length]):
-        raise IndexFault(f"pieces of {shown} overlap, and so leave a hole")
+        raise IndexFault(f"pieces of {shown} overlap and leave a gap")
     return Entry(dtype, shape, tuple(pieces))
 
 
@@ -259,7 +259,7 @@ class _Layouts:
             grid.append({edge: n for n, edge in enumerate(edges)})
         self._left -= max(0, math.prod(len(edges) - 1 for edges in grid) - len(pieces))
         if self._left < 0:
-            raise IndexFault("its tensors are cut into pieces that do not form grids")
+            raise IndexFault("the pieces of its tensors do not form grids")
         taken: set[tuple[int, ...]] = set()
         for at, size in layout:
             places = zip(grid, at, size, strict=True)
@@ -275,16 +275,16 @@ def _piece(shown: str, record: dict[str, Any], sizes: Mapping[str, int]) -> Piec
     file, start, length = record.get("file"), record.get("start"), record.get("length")
     if not is_plain(file) or file not in sizes or file in (INDEX, OLD_INDEX):
         text = ascii(file)[:80] if isinstance(file, str) else "no file"
-        raise IndexFault(f"the manifest does not list {text}, where a piece of {shown} should be")
+        raise IndexFault(f"the manifest does not list {text}, the file of a piece of {shown}")
     if not is_count(start) or not is_count(length) or start + length > sizes[file]:
-        raise IndexFault(f"a piece of {shown} lies outside {file}")
+        raise IndexFault(f"a piece of {shown} is outside {file}")
     offsets, extents = (_numbers(record.get(key), shown) for key in ("offsets", "sizes"))
     return Piece(offsets, extents, file, start, length)
 
 
 def _numbers(value: object, shown: str) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)) or len(value) > _MOST_DIMENSIONS:
-        raise IndexFault(f"{shown} has no sound shape")
+        raise IndexFault(f"{shown} has no valid shape")
     if not all(map(is_count, value)):
-        raise IndexFault(f"{shown} has no sound shape")
+        raise IndexFault(f"{shown} has no valid shape")
     return tuple(value)

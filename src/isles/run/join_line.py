@@ -1,6 +1,6 @@
-"""The line that lets a cluster join a run: address of the hub, token, certificate; and a GET there.
+"""The join line of a cluster: address, token and certificate of the hub, and a GET request to it.
 
-The control wing asks a hub here, where no aiohttp is installed.
+Commands without aiohttp query a hub through this module.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from isles.run.web import read_answer
 
 SECRET_BYTES = 32
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""What a run and a cluster may be called."""
+"""Valid names of runs and clusters."""
 
 _LINE = re.compile(
     r"isles://(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})"
@@ -39,7 +39,7 @@ _FIX = "paste the whole line that the hub has written (isles://HOST:PORT/RUN#…
 
 
 ENDED = "ended.json"
-"""In the state directory of a hub that has ended by itself or was stopped: how."""
+"""File in the state directory of an ended hub, with the reason for the end."""
 NOTHING_LEFT = "outer.finished"
 """The id of errors of a cluster that joins, or resumes, after the others have finished."""
 
@@ -54,7 +54,7 @@ def apart(one: str, other: str, length: int = 16) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class JoinLine:
-    """Address and secrets of a hub. Printed, it shows no secret.
+    """Address and secrets of a hub. Its text shows no secret.
 
     `owner` is the other user who owns the file of the line. `ask_hub` refuses such a line.
     """
@@ -64,15 +64,16 @@ class JoinLine:
     run: str
     token: str = field(repr=False)
     fingerprint: bytes
-    """sha256 of the certificate: no other server can pass for this one."""
+    """sha256 of the certificate, which identifies the server."""
     owner: str = field(default="", compare=False)
 
     @classmethod
     def parse(cls, text: str, *, where: str = "the join line") -> JoinLine:
-        """Read a pasted line; a mail may have broken it into several.
+        """Read a pasted line, even if an email has split it into several lines.
 
         Raises:
-            ConfigError: it is none. The text stands in no error: it may hold half a token.
+            ConfigError: it is not a join line. The error omits the text, which may hold half a
+                token.
         """
         match = _LINE.fullmatch("".join(text.split()))
         if match is None:
@@ -80,29 +81,30 @@ class JoinLine:
         port = int(match["port"])
         if not 0 < port < 2**16 or not NAME.fullmatch(match["run"]):
             raise ConfigError(
-                "the join line names no such port or run", where=where, fix=_FIX, id="join.line"
+                "the join line has an invalid port or run", where=where, fix=_FIX, id="join.line"
             )
         try:
             fingerprint = _decode(match["fingerprint"])
             _decode(match["token"])
         except (binascii.Error, ValueError):
             raise ConfigError(
-                "the join line is cut or mistyped", where=where, fix=_FIX, id="join.line"
+                "the join line is incomplete or mistyped", where=where, fix=_FIX, id="join.line"
             ) from None
         return cls(match["host"].strip("[]"), port, match["run"], match["token"], fingerprint)
 
     @classmethod
     def read(cls, path: Path) -> JoinLine:
-        """Read the line from a file; errors as of `parse`."""
+        """Read the line from a file. Raises the errors of `parse`."""
         with _clear_errors(path):
             text, owner = read_text(path)
         return replace(cls.parse(text, where=str(path)), owner=owner)
 
     @classmethod
     def given(cls, path: Path) -> JoinLine:
-        """Read the line from a file that the user names and so trusts. The file may be a pipe.
+        """Read the line from a file that the user gives, and therefore trusts. The file may be a
+        pipe.
 
-        Errors as of `parse`.
+        Raises the errors of `parse`.
         """
         with _clear_errors(path), path.open(encoding="utf-8") as stream:
             text = stream.read(_MOST_LETTERS)
@@ -118,7 +120,7 @@ class JoinLine:
         return f"https://{self.address}"
 
     def secret_text(self) -> str:
-        """The whole line, token and all: for a file with mode 0600, never for a log."""
+        """The whole line with its token, for a file with mode 0600 and never for a log."""
         return f"isles://{self.address}/{self.run}#{self.token}.{encode(self.fingerprint)}"
 
     def __str__(self) -> str:
@@ -131,12 +133,12 @@ def _clear_errors(path: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"the join line cannot be read: {error}", where=str(path), fix=_FIX, id="join.line"
+            f"the join line is not readable: {error}", where=str(path), fix=_FIX, id="join.line"
         ) from error
 
 
 def encode(secret: bytes) -> str:
-    """Bytes as letters that survive a mail and a shell."""
+    """Bytes as letters that an email or a shell does not change."""
     return base64.urlsafe_b64encode(secret).rstrip(b"=").decode()
 
 
@@ -155,12 +157,12 @@ def ask_hub(line: JoinLine, path: str, timeout_s: float) -> dict[str, Any]:
         timeout_s: longest wait for the connection, and for any part of the answer.
 
     Raises:
-        CommunicationError: it cannot be reached, or does not answer in time.
-        PreflightError: another server answers, or the hub refuses the token or the question; or
-            the line is of another user's record.
+        CommunicationError: it is not reachable, or does not respond in time.
+        PreflightError: another server responds, the hub refuses the token or the request, or the
+            line comes from another user's record.
     """
     if line.owner:
-        raise not_own("connect to the hub that it names", line.owner, line.address)
+        raise not_own("connect to its hub", line.owner, line.address)
     connection = _Pinned(line, timeout_s)
     try:
         connection.request("GET", path, headers={"Authorization": f"Bearer {line.token}"})
@@ -168,9 +170,9 @@ def ask_hub(line: JoinLine, path: str, timeout_s: float) -> dict[str, Any]:
         body = read_answer(answer, timeout_s)
     except ssl.SSLError as error:
         raise PreflightError(
-            f"what listens there is no hub: {error.reason or error}",
+            f"the server at this address is not a hub: {error.reason or error}",
             where=line.address,
-            fix="see that the join line's address is the hub's own",
+            fix="check that the join line has the hub's address",
             id="hub.silent",
         ) from None
     except (OSError, http.client.HTTPException) as error:
@@ -187,23 +189,23 @@ class _Pinned(http.client.HTTPSConnection):
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE  # its fingerprint is compared instead
+        context.verify_mode = ssl.CERT_NONE  # isles compares its fingerprint instead
         super().__init__(line.host, line.port, timeout=timeout_s, context=context)
         self._line = line
 
     def connect(self) -> None:
-        """Connect, and compare the certificate before anything is sent."""
+        """Connect, and compare the certificate before sending anything."""
         super().connect()
         assert isinstance(self.sock, ssl.SSLSocket)
         shown = hashlib.sha256(self.sock.getpeercert(binary_form=True) or b"").digest()
         if not hmac.compare_digest(shown, self._line.fingerprint):
             raise PreflightError(
-                "the server there has a certificate with sha256 {}, the join line names {}".format(
+                "the server's certificate has sha256 {}, and the join line expects {}".format(
                     *apart(shown.hex(), self._line.fingerprint.hex())
                 ),
                 where=str(self._line),
-                fix="use the present join line of the hub; if it is, somebody stands "
-                "between it and this machine",
+                fix="use the current join line of the hub. If you did, another machine "
+                "intercepts the connection",
                 id="join.line",
             )
 
@@ -218,30 +220,33 @@ def _content(line: JoinLine, status: int, body: bytes) -> dict[str, Any]:
     answer = found if isinstance(found, dict) else {}
     if status == _TOKEN:
         raise PreflightError(
-            "the hub does not take the token of this join line",
+            "the hub does not accept the token of this join line",
             where=str(line),
-            fix="use the join line that it has written at last",
+            fix="use the join line that the hub printed last",
             id="join.line",
         )
     raise PreflightError(
-        f"the hub says {str(answer.get('what') or f'HTTP status {status}')[:500]!r}",
+        f"the hub reports {str(answer.get('what') or f'HTTP status {status}')[:500]!r}",
         where=str(line),
-        fix=str(answer.get("fix") or "install the same version of isles there and here")[:500],
+        fix=str(answer.get("fix") or "install the same version of isles on both machines")[:500],
     )
 
 
 def _unreached(line: JoinLine, error: Exception, timeout_s: float) -> CommunicationError:
-    fix = f"see that it runs, and that its port is open to here: nc -vz {line.host} {line.port}"
+    fix = (
+        f"check that the hub runs and that its port is open for this machine: nc -vz {line.host} "
+        f"{line.port}"
+    )
     match error:
         case socket.gaierror():
-            what = f"there is no host {line.host} as this machine knows it"
-            fix = "see whether a VPN is up; or let the hub be started with another --public"
+            what = f"this machine does not know the host {line.host}"
+            fix = "check whether a VPN is up, or start the hub with another --public"
         case TimeoutError():
             what = f"the hub has not answered within {timeout_s:g} s"
         case ConnectionRefusedError():
-            what = "no hub listens there"
+            what = "no hub listens at this address"
         case http.client.HTTPException():
-            what = f"what answers there is no hub: {error!r}"
+            what = f"the server at this address is not a hub: {error!r}"
         case _:
-            what = f"the hub cannot be reached: {error}"
+            what = f"cannot reach the hub: {error}"
     return CommunicationError(what, where=line.address, fix=fix, id="hub.silent")

@@ -34,8 +34,8 @@ def memory() -> Memory:
     total, available = machine.total, machine.available
     for folder, is_v2 in cgroup_folders("memory"):
         stat = read_words(folder / "memory.stat")
-        # Above memory.high the kernel slows a process down until it hardly moves. The hierarchical
-        # limit is also that of groups above, which may not be seen in a container.
+        # Above memory.high the kernel slows a process down until it nearly stops. The hierarchical
+        # limit includes groups above, which may be invisible in a container.
         names = ("memory.max", "memory.high") if is_v2 else ("memory.limit_in_bytes",)
         limits = [*map(_number, (folder / name for name in names)), stat.get(_V1_LIMIT)]
         limit = min((each for each in limits if each is not None), default=total)
@@ -53,7 +53,7 @@ def memory() -> Memory:
 
 
 def cores() -> int:
-    """Cores that this process and its children may keep busy; see also `env.usable_cores`."""
+    """Cores that this process and its children may use. See also `env.usable_cores`."""
     has_affinity = hasattr(os, "sched_getaffinity")
     found = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     for folder, is_v2 in cgroup_folders("cpu"):
@@ -70,8 +70,8 @@ def cores() -> int:
 
 
 def cgroup_folders(controller: str) -> Iterator[tuple[Path, bool]]:
-    """The folder of this process's control group and those above it, if they can be seen here, and
-    whether they are of version 2.
+    """The folder of this process's control group and the folders above it, if visible, and whether
+    they have version 2.
 
     In a container /proc may show the paths of the host. Then only the root of the mounted control
     groups exists, which is the container's own group.
@@ -106,6 +106,6 @@ def _number(path: Path) -> int | None:
 
 
 def read_words(path: Path) -> dict[str, int]:
-    """A file of names and numbers, as the kernel writes them; empty if it cannot be read."""
+    """A kernel file of names and numbers, or empty if it is not readable."""
     rows = (line.split() for line in _read(path).splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdecimal()}

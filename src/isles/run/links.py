@@ -20,15 +20,15 @@ from isles.run.records import MAX_LIST_BYTES, read_own, write_record
 from isles.run.state import number_of
 
 _LATEST_S = 2.5e11
-"""The year 9892; a calendar ends soon after."""
+"""The year 9892. Python's calendar ends soon after it."""
 
 Pairs = Mapping[str, Mapping[str, Mapping[str, Any]]]
-"""By host and host: bytes_per_s (None: not measured), rtt_s, at."""
+"""Values by pair of hosts: bytes_per_s (or None), rtt_s, at."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLinks:
-    """The slowest of the links between some hosts, and when the oldest of them was measured."""
+    """The slowest link between some hosts, and the time of the oldest measurement."""
 
     bytes_per_s: float
     rtt_s: float
@@ -36,11 +36,11 @@ class MeasuredLinks:
 
 
 def keep_links(output_dir: Path, pairs: Pairs, names: Mapping[str, str], at: float) -> None:
-    """Add pairs to those that were measured before.
+    """Add measured pairs to the record.
 
     Args:
-        pairs: by the names that the hosts give themselves.
-        names: those names, by the names by which ssh reaches the hosts.
+        pairs: measurements by the hosts' own names.
+        names: own names of the hosts, by their ssh names.
         at: now, seconds since the epoch.
     """
     older = _read(output_dir)
@@ -49,22 +49,22 @@ def keep_links(output_dir: Path, pairs: Pairs, names: Mapping[str, str], at: flo
         dated = {other: {**link, "at": at} for other, link in others.items()}
         merged[host] = merged.get(host, {}) | dated
     record = {"at": at, "names": {**_names_of(older), **names}, "pairs": merged}
-    with suppress(OSError):  # without it a plan guesses, as before
+    with suppress(OSError):  # without it, a plan uses guesses
         output_dir.mkdir(parents=True, exist_ok=True)
         shared, own = _paths(output_dir)
         write_record(shared if is_own(shared) else own, record, durable=False)
 
 
 def read_links(output_dir: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """All pairs that this user has measured."""
+    """All measured pairs of this user."""
     return _pairs_of(_read(output_dir))
 
 
 def measured_links(output_dir: Path, hosts: Sequence[str]) -> MeasuredLinks | None:
-    """What was measured between these hosts; None: nothing, or not to each of them.
+    """Measurements between these hosts, or None if a host has no measurement.
 
     Args:
-        hosts: as ssh reaches them, or as they name themselves.
+        hosts: ssh names or own names of the hosts.
     """
     record = _read(output_dir)
     pairs, names = _pairs_of(record), _names_of(record)
@@ -74,7 +74,7 @@ def measured_links(output_dir: Path, hosts: Sequence[str]) -> MeasuredLinks | No
         for a, b in permutations(own, 2)
         if (link := pairs.get(a, {}).get(b)) and number_of(link, "bytes_per_s")
     }
-    # Of many hosts only a ring is measured.
+    # For many hosts, isles measures only a ring.
     if {a for a, _ in found} != set(own) or {b for _, b in found} != set(own):
         return None
     links = found.values()

@@ -1,4 +1,4 @@
-"""What watchers read of a run beside its status: samples of the nodes, stacks of the ranks."""
+"""Live data of a run in addition to its status: samples of the nodes and stacks of the ranks."""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ SUMS = {
     "net_in_bytes_per_s": "net_in",
     "net_out_bytes_per_s": "net_out",
 }
-"""Names in metrics.jsonl, and in `sums` of a node, to which each of its samples is added."""
+"""Names of sampled values in metrics.jsonl, and in the `sums` of a node."""
 
 
 Tell = Callable[[dict[str, Any]], None]
-"""Takes what a rank tells of itself while it runs, to its agent. Never waits; OSError: the agent is
-gone."""
+"""Sends reports of a running rank to its agent, without waiting. OSError: the agent is gone."""
 
 
 class SampledMeans:
-    """Means over the nodes of what their agents have sampled, for the rows of metrics.jsonl.
+    """Means of the agents' samples over all nodes, for the rows of metrics.jsonl.
 
     Args:
         path: live.json of the attempt, which the coordinator replaces every two seconds.
-        rest: nothing is read for so many times the processor's time that the last reading took,
-            which is milliseconds where there are many nodes: a step waits for it.
+        rest: pause after a read, as a multiple of its CPU time. A read takes milliseconds for many
+            nodes, and a step waits for it.
     """
 
     def __init__(self, path: Path, rest: int = 1000) -> None:
@@ -48,11 +47,11 @@ class SampledMeans:
         self.since_last()
 
     def since_last(self) -> dict[str, float | None]:
-        """Of the samples since the last call; empty: there are none. Never raises.
+        """Means of the samples since the last call, or empty without samples. Never raises.
 
-        None: no node has such a figure, as without a GPU.
+        A value is None if no node has it, for example without a GPU.
         """
-        # A record of another version is as good as none: a curve is not worth a run.
+        # isles ignores a record of another version: a curve must not stop a run.
         with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
             written_ns = self._path.stat().st_mtime_ns
             if written_ns != self._seen_ns and time.monotonic() >= self._not_before:
@@ -73,7 +72,7 @@ class SampledMeans:
         for node, sums in now.items():
             old = before.get(node, {})
             if old.get("samples", 0) > sums["samples"]:
-                old = {}  # another agent has taken its place
+                old = {}  # another agent has replaced it
             count = sums["samples"] - old.get("samples", 0)
             has_any = has_any or count > 0
             for name, key in SUMS.items():
@@ -85,11 +84,11 @@ class SampledMeans:
 
 
 def ask_for_stacks(attempt: Attempt) -> float:
-    """Leave a request for the stacks of all ranks; the `asked_at` of its answer.
+    """Leave a request for the stacks of all ranks. Returns the `asked_at` of its answer.
 
     Raises:
-        PreflightError: this start is another user's, in whose folder nothing is written.
-        OSError: the folder cannot be written.
+        PreflightError: the attempt belongs to another user.
+        OSError: the folder is not writable.
     """
     if owner := attempt.owner:
         raise not_own("ask its ranks for their stacks", owner, attempt.path)
@@ -99,7 +98,7 @@ def ask_for_stacks(attempt: Attempt) -> float:
 
 
 class StacksRequests:
-    """Requests of watchers for the stacks of all ranks, for whoever answers them."""
+    """Requests for the stacks of all ranks, for the process that answers them."""
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
@@ -108,15 +107,15 @@ class StacksRequests:
             self._answered = (read_record(attempt.stacks, MAX_LIST_BYTES) or {}).get("asked_at")
 
     def new(self) -> float | None:
-        """A request that has no answer yet; None: there is none."""
+        """A request without an answer, or None."""
         at = (read_record(self._attempt.stacks_request) or {}).get("at")
         return at if at != self._answered and isinstance(at, float | int) else None
 
     def answer(self, asked_at: float, ranks: dict[int, dict[str, Any]]) -> None:
-        """Write the answer; a full disk costs it.
+        """Write the answer. On a full disk, isles loses it.
 
         Args:
-            ranks: host, step, stage, at, waits_in and stacks of each that has answered.
+            ranks: host, step, stage, at, waits_in and stacks of each rank with an answer.
         """
         self._answered = asked_at
         record = {"asked_at": asked_at, "at": time.time()}

@@ -28,11 +28,11 @@ _LONGEST_TEXT = 10_000
 
 
 class ManifestError(ValueError):
-    """A record is not a manifest. Its text names the wrong value."""
+    """A record is not a manifest. Its text has the wrong value."""
 
 
 def number_of(text: str) -> int | None:
-    """Read a foreign name as a number; None if it has a character other than 0-9.
+    """Read a foreign name as a number, or None if it has a character other than 0-9.
 
     Not `int`, which also takes signs, underscores and the digits of other scripts.
     """
@@ -40,12 +40,12 @@ def number_of(text: str) -> int | None:
 
 
 def step_of(name: str) -> int | None:
-    """The step of a checkpoint folder's name, `step-N`; None for any other name."""
+    """The step of a checkpoint folder's name, `step-N`, or None for any other name."""
     return number_of(name.removeprefix("step-")) if name.startswith("step-") else None
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Whether `value` is a whole number from 0 to 2**62; True and False are not."""
+    """Whether `value` is a whole number from 0 to 2**62, and not True or False."""
     return type(value) is int and 0 <= value < _MOST
 
 
@@ -58,7 +58,7 @@ class FileFacts:
 
 
 class Manifest(Mapping[str, Any]):
-    """The values of a sound manifest, by key. `from_record` makes it."""
+    """The values of a valid manifest, by key. `from_record` makes it."""
 
     __slots__ = ("files", "record")
 
@@ -70,13 +70,13 @@ class Manifest(Mapping[str, Any]):
         """Check each value.
 
         Raises:
-            ManifestError: a value is missing, or is not of its kind.
+            ManifestError: a value is missing, or has a wrong type.
         """
         if not isinstance(record, dict) or not isinstance(record.get("files"), dict):
             raise ManifestError("it has no readable manifest.json")
         files = record["files"]
         if len(files) > _MOST_FILES:
-            raise ManifestError(f"its manifest names {len(files)} files")
+            raise ManifestError(f"its manifest lists {len(files)} files")
         if not is_count(record.get("step")) or step_of(f"step-{record['step']}") is None:
             raise ManifestError(f"its manifest has step {_shown(record.get('step'))}")
         for key, value in record.items():
@@ -102,16 +102,16 @@ class Manifest(Mapping[str, Any]):
         return sum(facts.size for facts in self.files.values())
 
     def __getitem__(self, key: str) -> Any:
-        """The value of a key that a manifest must have. `get` is for the others.
+        """The value of a required key. `get` is for optional keys.
 
         Raises:
-            TrainingError: it has none.
+            TrainingError: the key is missing.
         """
         if key not in self.record:
             raise TrainingError(
                 f"the manifest of the checkpoint of step {self.step} has no {key!r}",
                 where=MANIFEST,
-                fix="take another checkpoint: `isles checkpoint list`",
+                fix="use another checkpoint of `isles checkpoint list`",
                 id="checkpoint.broken",
             )
         return self.record[key]
@@ -132,7 +132,7 @@ class Manifest(Mapping[str, Any]):
 def _facts(name: str, entry: object) -> FileFacts:
     if not is_plain(name) or name == MANIFEST:
         raise ManifestError(
-            f"its manifest names the file {_shown(name)}, which is not a plain name"
+            f"its manifest lists the file {_shown(name)}, which is not a plain name"
         )
     size, sha256 = (entry.get("size"), entry.get("sha256")) if isinstance(entry, dict) else (0, "")
     if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):

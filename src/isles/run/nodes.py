@@ -1,4 +1,4 @@
-"""The nodes of an attempt, as its launcher has resolved them: attempts/N/fleet.json."""
+"""The resolved nodes of an attempt: attempts/N/fleet.json."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from isles.run.paths import Attempt
 from isles.run.records import MAX_LIST_BYTES, as_kind, read_record, write_record
 
 Host = Annotated[str, Field(pattern=r"^([^\s-]\S*)?$")]
-"""A host as ssh takes it; never an option."""
+"""An ssh destination, never an option."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,11 @@ class FleetNode:
     """One node.
 
     Args:
-        node: its number; the ranks are in the order of the nodes.
+        node: its number. The ranks are in the order of the nodes.
         name: the host's name, for messages.
-        ssh: how ssh reaches it from where the run was started; None: not by ssh.
-        address: at which the other nodes reach it.
-        interface: the network interface that has the address; None: unknown.
+        ssh: its destination for ssh from the machine that started the run, or None.
+        address: its address for the other nodes.
+        interface: the network interface with the address, or None if unknown.
     """
 
     node: int
@@ -46,19 +46,19 @@ class FleetNode:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """All nodes of an attempt; the same file on every node, written before anything runs there.
+    """All nodes of an attempt. Every node has the same file before its processes start.
 
     Args:
-        launcher: launcher of the run file; local: the nodes are processes of one machine.
+        launcher: launcher of the run file. For local, the nodes are processes of one machine.
         nodes: in the order of their numbers. An agent on another host than planned
             reports its host when it connects.
-        port: port of the coordinator; 0 if it is not known yet, or if nothing listens.
+        port: port of the coordinator, or 0 if unknown or if no coordinator listens.
         min_nodes: the run continues while at least this many nodes are connected.
         start_timeout_s: longest wait of the first node for the others.
         digest: SHA-256 of resolved.yaml, which must be the same on all nodes.
-        resume_from: a checkpoint that the user asked for by name.
-        coordinator: address of the coordinator; empty: the first node's address.
-        sees_run_dir: whether all nodes were seen to have the coordinator's run directory.
+        resume_from: a checkpoint that the user gave.
+        coordinator: address of the coordinator. If empty, the first node's address.
+        sees_run_dir: whether isles knows that all nodes see the coordinator's run directory.
         container: the container that the agents enter, a record of `isles.launch.container`.
         is_own: whether this user has written the record.
     """
@@ -91,34 +91,34 @@ class Fleet:
 
     @property
     def in_job(self) -> bool:
-        """Whether the agents are processes of a job of a queue, which may be queued again."""
+        """Whether the agents are processes of a queue's job, which may be requeued."""
         return self.launcher in ("kubernetes", "slurm", "pbs")
 
     @property
     def has_own_node(self) -> bool:
-        """Whether the coordinator is the agent of the first node as well."""
+        """Whether the agent of the first node is also the coordinator."""
         if self.launcher == "local":
             return len(self.nodes) == 1
         return not self.in_job and not self.are_replaced
 
     @property
     def are_replaced(self) -> bool:
-        """Whether the launcher places an agent anew whose node was lost."""
+        """Whether the launcher replaces the agent of a lost node."""
         return self.launcher == "ray"
 
     @property
     def meets_at(self) -> str:
-        """The address at which the agents find the coordinator."""
+        """The address of the coordinator for the agents."""
         return self.coordinator or self.first.address
 
     @property
     def is_shared(self) -> bool:
-        """Whether all nodes are known to see the coordinator's run directory."""
+        """Whether isles knows that all nodes see the coordinator's run directory."""
         return self.in_job or self.launcher == "local" or self.sees_run_dir
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the run goes on without some of its nodes."""
+        """Whether the run continues without some of its nodes."""
         return self.min_nodes < len(self.nodes)
 
     @property
@@ -130,7 +130,7 @@ class Fleet:
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> Fleet:
-        """From `record`; unknown keys are left out. ValidationError: something is missing."""
+        """Read `record`, and ignore unknown keys. ValidationError: a key is missing."""
         return as_kind(cls, record)
 
     def write(self, attempt: Attempt, path: Path | None = None) -> None:
@@ -139,10 +139,10 @@ class Fleet:
 
 
 def read_fleet(attempt: Attempt, path: Path | None = None) -> Fleet | None:
-    """The recorded nodes of an attempt, in fleet.json or elsewhere; None where there is no record.
+    """The recorded nodes of an attempt, in fleet.json or another file, or None without a record.
 
     Raises:
-        UserError: another version of isles has written it, and this one cannot read it.
+        UserError: another version of isles has written it, and this version cannot read it.
     """
     record = read_record(path or attempt.fleet, MAX_LIST_BYTES)
     if record is None:
@@ -154,14 +154,14 @@ def read_fleet(attempt: Attempt, path: Path | None = None) -> Fleet | None:
         key = (error.errors()[0]["loc"] or ("keys",))[-1]
         raise UserError(
             f"the record of the run's nodes was written by {theirs}, and isles {__version__} "
-            f"does not understand its {key!r}",
+            f"does not support its {key!r}",
             where=str(attempt.fleet),
-            fix=f"use {theirs} for this run, or start it again: `isles train`",
+            fix=f"use {theirs} for this run, or start the run again with `isles train`",
         ) from error
 
 
 def read_own_fleet(attempt: Attempt) -> Fleet | None:
-    """Read the nodes to connect to them, or to enter their container; None if the record is missing
+    """Read the nodes to connect to them, or to enter their container. None if the record is missing
     or another user has started the attempt."""
     fleet = None if attempt.owner else read_fleet(attempt)
     return fleet if fleet is not None and fleet.is_own else None
@@ -172,8 +172,8 @@ def require_nodes(attempt: Attempt, path: Path | None = None) -> Fleet:
     if (nodes := read_fleet(attempt, path)) is not None:
         return nodes
     raise UserError(
-        "the nodes of this start of the run are not on record",
+        "this attempt of the run has no record of its nodes",
         where=str(path or attempt.fleet),
-        fix="`isles train` with its run file starts it",
+        fix="start the run with `isles train` and its run file",
         id="start.refused",
     )

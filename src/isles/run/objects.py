@@ -1,7 +1,7 @@
-"""Objects below a URL that fsspec reaches, such as `s3://bucket/prefix`; or files in a folder.
+"""Objects below an fsspec URL, such as `s3://bucket/prefix`, or files in a folder.
 
-An object is whole or absent. What clusters agree by is `create`: of all who write an object that is
-not there, one succeeds. fsspec and the package of a bucket are imported where one is opened.
+An object is complete or absent. Clusters agree through `create`: if several of them create the same
+object, one succeeds. isles imports fsspec and the package of a bucket when it opens the bucket.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from isles.facts.units import format_bytes, format_duration
 
 T = TypeVar("T")
 Moved = Callable[[int], object]
-"""Takes the number of bytes that have just gone over the line."""
+"""Receives the number of bytes of each transfer."""
 
 _CONNECT_S, _READ_S = 10, 30
 _PIECE_BYTES, _MOST_PIECES = 8 << 20, 9_000
 _PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}
 _LONGEST = 300
 RECORD_BYTES = 64 << 20
-"""The longest record. A longer object is not read."""
+"""The longest record. isles does not read a longer object."""
 _AT_ONCE, _PROBES = 4, 2
 _DEEPEST = 32
-"""Folders within folders; isles writes no object that is deeper."""
+"""Levels of folders. isles writes no deeper object."""
 
 Kind = Literal["away", "full", "forbidden", "missing", "unconditional", "odd"]
 
 
 class StoreError(Exception):
-    """The bucket does not do what was asked.
+    """A request to the bucket has failed.
 
     Args:
-        kind: away: it may do so in a moment. full: once there is space. forbidden: not with these
-            credentials, if any. missing: there is no such bucket. unconditional: it writes an
-            object that is there as if it were not. odd: an object is not one that isles writes,
-            and isles does not touch it.
-        what: in words.
+        kind: away: a retry may succeed. full: the bucket needs space. forbidden: the credentials
+            are missing or insufficient. missing: the bucket does not exist. unconditional: `create`
+            overwrites an existing object. odd: isles did not write an object, and does not touch
+            it.
+        what: the failure as text.
     """
 
     def __init__(self, kind: Kind, what: str) -> None:
@@ -62,12 +62,12 @@ class Store:
     """The objects below a prefix. Any thread may call.
 
     Args:
-        url: as `s3://bucket/prefix`.
-        where: who asks for it, for messages.
+        url: for example `s3://bucket/prefix`.
+        where: place of the setting, for messages.
 
     Raises:
         MissingDependencyError: the package for this kind of bucket is not installed.
-        StoreError: no bucket of this kind can be used.
+        StoreError: isles does not support this kind of bucket.
     """
 
     def __init__(self, url: str, where: str) -> None:
@@ -79,16 +79,16 @@ class Store:
             self._fs: Any = fsspec.filesystem(protocol, **_options(protocol))
         except (ImportError, ValueError) as error:
             raise MissingDependencyError(
-                f"nothing that is installed reaches {protocol}:// ({error})",
+                f"no installed package supports {protocol}:// ({error})",
                 where=f"{where}, {sys.executable}",
                 fix=f"pip install '{_PACKAGES.get(protocol, 'isles[bucket]')}'"
                 if isinstance(error, ImportError)
-                else "correct it: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or file:///FOLDER",
+                else "use s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or file:///FOLDER",
             ) from error
-        except Exception as error:  # of a driver: whatever it says
+        except Exception as error:  # any error of a driver
             raise _explained(error) from error
         if hasattr(self._fs, "retries"):
-            self._fs.retries = 1  # we try again, and say so
+            self._fs.retries = 1  # isles itself retries, and reports it
         self._root: str = self._fs._strip_protocol(self.url)
 
     def _path(self, name: str) -> str:
@@ -101,13 +101,13 @@ class Store:
             raise _explained(error) from error
 
     def read(self, name: str, most_bytes: int | None = None) -> bytes | None:
-        """The bytes of an object; None if it does not exist.
+        """The bytes of an object, or None if it does not exist.
 
         Args:
-            most_bytes: of the object; None: RECORD_BYTES.
+            most_bytes: limit for the object. Default: RECORD_BYTES.
 
         Raises:
-            StoreError: it has more than that, kind `odd`; or the bucket does not give it.
+            StoreError: it is larger (kind `odd`), or the bucket does not provide it.
         """
         most_bytes = RECORD_BYTES if most_bytes is None else most_bytes
         try:
@@ -130,14 +130,14 @@ class Store:
             raise
 
     def write(self, name: str, data: bytes) -> None:
-        """Write an object, over one that is there."""
+        """Write an object, and replace an existing one."""
         self._try(lambda: self._fs.pipe_file(self._path(name), data))
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write an object if it is not there; whether it was not.
+        """Write an object if it does not exist. Returns whether it did not exist.
 
-        Of several that try at once one succeeds, where the store knows conditional writes: see
-        `probe`. Where it is not known whether it was written, it may have been: `StoreError`.
+        If several writers try at the same time, one succeeds, if the store supports conditional
+        writes: see `probe`. After a StoreError, the object may or may not exist.
         """
         try:
             self._fs.pipe_file(self._path(name), data, mode="create")
@@ -161,7 +161,7 @@ class Store:
         return {str(path)[len(start) + 1 :]: int(info["size"]) for path, info in found.items()}
 
     def names(self, prefix: str) -> list[str]:
-        """The objects below a prefix, which ends with a slash; not always the newest ones."""
+        """The objects below a prefix, which ends with a slash. The newest may be missing."""
         return sorted(prefix + name for name in self.sizes(prefix) if name)
 
     def folders(self) -> list[str]:
@@ -176,7 +176,7 @@ class Store:
         return [name.rstrip("/").rpartition("/")[2] for name in folders]
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete objects one after the other; those that are not there are left out."""
+        """Delete objects one after the other, and ignore missing objects."""
         for name in names:
             try:
                 self._fs.rm_file(self._path(name))
@@ -186,10 +186,10 @@ class Store:
                 raise _explained(error) from error
 
     def send(self, path: Path, name: str, moved: Moved) -> str:
-        """Write a file as an object; the SHA-256 of what was sent.
+        """Write a file as an object. Returns the SHA-256 of the sent bytes.
 
         Raises:
-            OSError: the file cannot be read.
+            OSError: the file is not readable.
         """
         digest = hashlib.sha256()
         with path.open("rb") as source:
@@ -213,8 +213,8 @@ class Store:
         """Copy an object into a new file.
 
         Raises:
-            FileNotFoundError: there is no such object.
-            OSError: the file cannot be written.
+            FileNotFoundError: the object does not exist.
+            OSError: the file is not writable.
         """
         from fsspec.callbacks import Callback
 
@@ -222,7 +222,7 @@ class Store:
             def relative_update(self, inc: int = 1) -> None:
                 moved(inc)
 
-        path.touch()  # what this disk refuses is not the bucket's fault
+        path.touch()  # an error of this disk is not an error of the bucket
         try:
             self._fs.get_file(self._path(name), str(path), callback=Moving())
         except FileNotFoundError:
@@ -236,7 +236,7 @@ class Store:
 
 
 class Folder(Store):
-    """A folder, as `/mnt/nas/runs` or `file:///mnt/nas/runs`.
+    """A folder, such as `/mnt/nas/runs` or `file:///mnt/nas/runs`.
 
     Other users may write to the folder. So isles follows no link below `url`, as a link could lead
     to any file of this machine. Every call is relative to the descriptor of an open folder.
@@ -250,7 +250,7 @@ class Folder(Store):
     def _parts(self, name: str) -> list[str]:
         parts = [part for part in f"{self._name}/{name}".split("/") if part not in ("", ".")]
         if "\0" in name or ".." in parts:
-            raise StoreError("odd", f"{ascii(name)[:80]} is not a name of an object")
+            raise StoreError("odd", f"{ascii(name)[:80]} is not a valid object name")
         return parts
 
     @contextmanager
@@ -268,7 +268,7 @@ class Folder(Store):
     def _of(self, error: OSError, name: str) -> StoreError:
         path = self._base / self._name / name
         if isinstance(error, UnsupportedOperation):
-            return StoreError("odd", f"{path} is not a file")
+            return StoreError("odd", f"{path} is not a regular file")
         if error.errno == errno.ELOOP:
             what = f"{path} or a folder above it is a link, which isles does not follow"
             return StoreError("odd", what)
@@ -336,7 +336,7 @@ class Folder(Store):
             stream.flush()
             os.fsync(stream.fileno())
             at = {"src_dir_fd": folder, "dst_dir_fd": folder}
-            try:  # appears whole, and only if there is no such file
+            try:  # appears complete, and only if the file does not exist
                 os.link(partial, last, **at, follow_symlinks=False)
             except FileExistsError:
                 return False
@@ -380,23 +380,24 @@ def _partial(folder: int, name: str) -> Iterator[tuple[str, BinaryIO]]:
 
 
 def open_store(url: str, where: str, name: str = "") -> Store:
-    """The objects at a URL, or the files in a folder, below `name`. Raises as `Store`."""
+    """The objects at a URL, or the files in a folder, below `name`. Raises the errors of
+    `Store`."""
     if "://" not in url or url.startswith("file://"):
         return Folder(url, name)
     return Store(f"{url.rstrip('/')}/{name}".rstrip("/"), where)
 
 
 def probe(store: Store) -> None:
-    """Find out whether one of several writers wins.
+    """Test whether exactly one of several writers succeeds.
 
     Raises:
-        StoreError: it cannot be written there; or several win, kind `unconditional`.
+        StoreError: the place is not writable, or several writers succeed (kind `unconditional`).
     """
     if not isinstance(store, Folder) and _looks_before_it_writes(store._fs):
         protocol = store.url.partition("://")[0]
         raise StoreError(
             "unconditional",
-            f"the driver of {protocol}:// cannot write an object only where there is none",
+            f"the driver of {protocol}:// has no conditional writes",
         )
     for _ in range(_PROBES):
         name = f"probes/{secrets.token_hex(8)}"
@@ -410,8 +411,8 @@ def probe(store: Store) -> None:
         if won != 1:
             raise StoreError(
                 "unconditional",
-                f"of {_AT_ONCE} that wrote the same new object {won or 'none'} succeeded: it "
-                "does not know conditional writes (If-None-Match)",
+                f"{won or 'none'} of {_AT_ONCE} writers of the same new object succeeded, so the "
+                "bucket lacks conditional writes (If-None-Match)",
             )
 
 
@@ -424,7 +425,7 @@ def _race(store: Store, name: str) -> int:
 
 
 def _looks_before_it_writes(fs: Any) -> bool:
-    # fsspec's general way: two may both see nothing, and write.
+    # fsspec's generic method has a race: two writers may both see no object, and write.
     from fsspec.asyn import AsyncFileSystem
     from fsspec.spec import AbstractFileSystem
 
@@ -435,10 +436,10 @@ def _looks_before_it_writes(fs: Any) -> bool:
 
 
 def within(limit_s: float, work: Callable[[], T], waits_for: str) -> T:
-    """Do something over the network in a thread, for libraries that wait without a limit.
+    """Call a function in a thread with a timeout, for libraries without timeouts.
 
     Raises:
-        TimeoutError: it is not done in time, and goes on in its thread.
+        TimeoutError: the call takes too long, and continues in its thread.
     """
     future: Future[T] = Future()
 
@@ -448,9 +449,9 @@ def within(limit_s: float, work: Callable[[], T], waits_for: str) -> T:
         except Exception as error:
             future.set_exception(error)
 
-    # A daemon: what hangs must not keep the process.
+    # A daemon thread, so that a hanging call does not keep the process alive.
     threading.Thread(target=run, name="network", daemon=True).start()
-    # Not `result(limit_s)`: the network fails with a TimeoutError of its own.
+    # Not `result(limit_s)`, as network errors can also be a TimeoutError.
     if not wait([future], timeout=limit_s).done:
         raise TimeoutError(f"waited {format_duration(limit_s)} for {waits_for}")
     return future.result()

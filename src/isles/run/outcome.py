@@ -1,7 +1,7 @@
 """Outcome of an attempt, and the error records that explain it.
 
-Both are dictionaries, since they travel between hosts and lie in files as JSON. An outcome is
-written once; the first writer wins.
+Both are dictionaries, because isles sends them between hosts and stores them as JSON. An outcome is
+written once, by the first writer.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_record
 from isles.run.state import script_of
 
-AGAIN = "`isles train` again goes on from the last checkpoint"
-"""End of the fix of an error after which the run can go on."""
+AGAIN = "run `isles train` again to resume from the last checkpoint"
+"""End of the fix of an error that allows the run to resume."""
 
 ErrorRecord = dict[str, Any]
 
 _LONGEST_WHAT, _LONGEST_TRACEBACK = 8192, 32768
-"""Characters. A message may name each weight of a model, and a record has a limit; see
-`isles.run.records.MAX_RECORD_BYTES`. The log of the rank has all of it."""
+"""Limit in characters. A message may list each weight of a model, and a record has a limit. See
+`isles.run.records.MAX_RECORD_BYTES`. The log of the rank has the whole message."""
 
 
 def error_record(
@@ -37,16 +37,16 @@ def error_record(
     traceback: str | None = None,
     **more: Any,
 ) -> ErrorRecord:
-    """Describe an error of this host, as `isles status` and `isles logs` show it.
+    """Describe an error of this host for `isles status` and `isles logs`.
 
     Args:
-        id: for `isles explain`.
-        kind: name of the exception, or of what stands for one.
-        code: exit code of the run if it ends because of this.
-        where: file and line, key, or rank; left out: this host, or the rank on it.
-        rank: the rank that has failed; None: an agent, or a launcher.
-        more: `is_communication`: only a consequence of what happened to another rank;
-            `will_recur`: starting again would change nothing; `is_script`; `restart`.
+        id: id for `isles explain`.
+        kind: name of the exception, or of another cause.
+        code: exit code of the run if this error ends it.
+        where: file and line, key, or rank. Default: this host, or the rank on it.
+        rank: the failed rank, or None for an agent or a launcher.
+        more: `is_communication`: only a consequence of another rank's failure. `will_recur`: a
+            restart would fail again. `is_script`, `restart`.
     """
     host = os.uname().nodename
     return {
@@ -66,7 +66,7 @@ def error_record(
 
 
 def _shortened(text: str, most_chars: int) -> str:
-    # Without the middle: a traceback tells most at its ends.
+    # Cut the middle: the ends of a traceback are the most useful.
     if len(text) <= most_chars:
         return text
     half = most_chars // 2
@@ -78,7 +78,7 @@ def _shortened(text: str, most_chars: int) -> str:
 def agent_error(
     what: str, fix: str, code: ExitCode = ExitCode.COMMUNICATION, *, id: str, **more: Any
 ) -> ErrorRecord:
-    """Error record of an agent or of the coordinator; the run can be started again after it."""
+    """Error record of an agent or of the coordinator, after which the run can restart."""
     record = error_record(what, id=id, kind="CommunicationError", code=code, fix=f"{fix}; {AGAIN}")
     return {**record, **more}
 
@@ -96,12 +96,12 @@ def end(
     """Write the outcome of an attempt, unless it has one.
 
     Args:
-        state, code, reason: how, with which exit code, and why.
-        error: what ended it.
-        may_go_on: the scheduler may start the same job again; the outcome is void then.
+        state, code, reason: final state, exit code and reason.
+        error: the error that ended it.
+        may_go_on: the scheduler may start the same job again, which voids the outcome.
 
     Raises:
-        OSError: the run directory cannot be written.
+        OSError: the run directory is not writable.
     """
     if read_record(attempt.outcome) is not None:
         return
@@ -111,15 +111,15 @@ def end(
 
 
 def end_failed(attempt: Attempt, error: ErrorRecord, *, step: int | None = None) -> None:
-    """Write that the attempt has failed because of an error; see `end`."""
+    """Write that the attempt has failed with an error. See `end`."""
     code = int(error["exit_code"])
     end(attempt, "failed", code, str(error["what"]), step=step, error=error)
 
 
 def end_without_agent(attempt: Attempt, error: ErrorRecord) -> None:
-    """Write the outcome where no agent looks for the root cause: under a torchrun typed by hand.
+    """Write the outcome under a manual torchrun, without an agent that finds the root cause.
 
-    An error that is a consequence of another rank's loss gives way to one that is a cause.
+    A root cause replaces an error that follows from another rank's failure.
     """
     present = read_record(attempt.outcome)
     if present is not None and not (present.get("error") or {}).get("is_communication"):
@@ -130,14 +130,14 @@ def end_without_agent(attempt: Attempt, error: ErrorRecord) -> None:
 
 
 def end_stopped(attempt: Attempt, code: ExitCode, saved: int | None, lost: str = "") -> None:
-    """Write that the attempt was stopped, where no rank is left that could; see `end`.
+    """Write that the attempt was stopped, if no rank is left to write it. See `end`.
 
     Args:
-        lost: what happened before it could save.
+        lost: text about a loss before it could save.
     """
     kept = "nothing" if saved is None else f"everything up to step {saved}"
     is_script = script_of(RunDir(attempt.path.parent.parent)) is not None
     reason = f"asked to stop{lost}" + ("" if is_script else f"; {kept} is saved")
-    # A user's own script saves by itself; its starter has recorded how it took the stop.
+    # A user's script saves by itself, and its starter has recorded its reaction to the stop.
     reason = str((read_record(attempt.rank_record(0)) or {}).get("stop_reason") or reason)
     end(attempt, "stopped", code, reason, step=saved)

@@ -1,4 +1,4 @@
-"""The owner of a record: isles shows the records of other users, and never acts on them.
+"""The owner of a record: isles shows the records of other users, but never acts on them.
 
 Records name programs, shell lines, hosts, processes and secrets. A user who acts on the records of
 another user runs that user's commands. So `read_record` (records.py) returns an `OwnRecord` only
@@ -32,7 +32,7 @@ _FOLDERS = (
     "track",
 )
 """The folders of a run directory. The owner of the run may replace each folder with a link to a
-private folder of the user who looks. So isles checks who made each link below the run directory. It
+private folder of the viewer. So isles checks the maker of each link below the run directory. It
 does not check links above: administrators make them, and users type them."""
 
 
@@ -58,11 +58,11 @@ def record_of(found: dict[str, Any], owner: str) -> Record:
 def read_text(path: Path, most_bytes: int = _LONGEST_BYTES) -> tuple[str, str]:
     """Read a file. Returns its text, and the name of its owner if that is another user.
 
-    The owner is read from the open file, so nobody can replace the path during the read. A link
-    counts as another user's file, because that user may have created the link.
+    The owner is read from the open file, so no other user can replace the path during the read. A
+    link counts as another user's file, because that user may have created the link.
 
     Raises:
-        OSError: it cannot be read; see `open_shown`.
+        OSError: it is not readable. See `open_shown`.
         ValueError: it is not text, not a regular file, or longer than `most_bytes` or, if it is
             another user's, than 16 MiB.
     """
@@ -80,8 +80,8 @@ def read_text(path: Path, most_bytes: int = _LONGEST_BYTES) -> tuple[str, str]:
 def open_shown(path: Path) -> BinaryIO:
     """Open a file of a run that isles only shows, such as a log or metrics.
 
-    OSError: it cannot be opened, is not a regular file, or a link of another user leads to a file
-    that is not that user's. The link may be the file, or any folder below the run directory.
+    OSError: isles cannot open it, it is not a regular file, or another user's link leads to a file
+    that is not theirs. The link may be the file, or any folder below the run directory.
     """
     return _open(path)[0]
 
@@ -115,13 +115,13 @@ def user_name(uid: int) -> str:
 def shown_only(owner: str) -> str:
     """The remark that isles prints about another user's run."""
     return (
-        f"it belongs to {owner}: only its files were read, and its queue, hub and other machines "
-        "were not asked"
+        f"it belongs to {owner}, so isles read only its files, and did not query its queue, hub "
+        "or other machines"
     )
 
 
 def not_own(what: str, owner: str, path: Path | str) -> PreflightError:
-    """The error of a command that would have to act on another user's record.
+    """The error of a command that would act on another user's record.
 
     Args:
         what: the act, as a verb after "isles does not".

@@ -1,4 +1,4 @@
-"""Packages and servers that a run file needs beside those of training."""
+"""Packages and servers that a run file needs in addition to the training packages."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from isles.errors import ConfigError, MissingDependencyError
 from isles.run.env import has_mlflow_server
 
 _EXTRAS = {"tensorboard": "train", "wandb": "wandb", "mlflow": "mlflow"}
-"""Optional dependencies of isles in which the package of a tracker is; both are called the same."""
+"""Optional dependencies of isles for trackers. Each has the name of the tracker's package."""
 
 
 def require_packages(config: RunConfig) -> None:
     """Refuse a run whose trackers lack a package or a server; imports none of them.
 
     Raises:
-        MissingDependencyError: a package is missing; the message says how to install it.
+        MissingDependencyError: a package is missing. The fix shows how to install it.
         ConfigError: MLflow has no server.
     """
     for tracker in tracker_sections(config.track):
         extra = _EXTRAS.get(tracker.kind)
         if extra is not None and find_spec(tracker.kind) is None:
             raise MissingDependencyError(
-                f"track names {tracker.kind}, and the package {tracker.kind} is not installed",
+                f"track has {tracker.kind}, and the package {tracker.kind} is not installed",
                 where=sys.executable,
                 fix=f"pip install 'isles[{extra}]', or set track to a list without {tracker.kind}",
             )

@@ -11,7 +11,7 @@ from isles.run.owner import owner_of
 
 
 class _Entry:
-    """A file or folder at a fixed place below the folder of its owner."""
+    """A file or folder with a fixed name below the folder of its owner."""
 
     def __init__(self, *parts: str) -> None:
         self._parts = parts
@@ -22,47 +22,48 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One start of a run: its records and the logs of its ranks."""
+    """One attempt of a run: its records and the logs of its ranks."""
 
     path: Path
     number: int
 
     launch = _Entry("launch.json")
-    """Who started what; written by whoever starts the ranks."""
+    """The started processes, written by the process that starts the ranks."""
     outcome = _Entry("outcome.json")
-    """How it ended; absent while it runs and after a kill."""
+    """The outcome, which is absent while it runs and after a kill."""
     agent_log = _Entry("agent.log")
     last_step = _Entry("last-step")
-    """The restart and the step that rank 0 has done last: two numbers."""
+    """The restart and last step of rank 0, as two numbers."""
     token = _Entry("token")
-    """Secret by which agents and coordinator authenticate each other; mode 0600."""
+    """Secret for the authentication of agents and coordinator, with mode 0600."""
     fleet = _Entry("fleet.json")
-    """The nodes of this start; see `isles.run.nodes`."""
+    """The nodes of this attempt. See `isles.run.nodes`."""
     nodes = _Entry("nodes.json")
-    """Which nodes are connected, and when each was last seen; written by the coordinator."""
+    """The connected nodes with their last heartbeats, written by the coordinator."""
     live = _Entry("live.json")
-    """The last samples of all nodes, and where each rank is; written by the coordinator."""
+    """The last samples of all nodes and positions of all ranks, written by the coordinator."""
     stacks_request = _Entry("stacks-request.json")
-    """Left by whoever wants to see the stacks of all ranks now."""
+    """Request for the stacks of all ranks."""
     stacks = _Entry("stacks.json")
     """The stacks of all ranks at the last request."""
     stop_request = _Entry("stop-request.json")
     script = _Entry("job.sh")
-    """The job script that was submitted."""
+    """The submitted job script."""
     job = _Entry("job.json")
-    """State of the job when its queue was last asked."""
+    """State of the job at the last query of its queue."""
     stopped = _Entry("stopped.json")
-    """That the ranks of a job have saved and ended, until the coordinator decides what follows."""
+    """Mark that the ranks of a job have saved and ended, until the coordinator decides how to
+    continue."""
     findings = _Entry("check.json")
-    """What `isles check` found before this start."""
+    """The results of `isles check` before this attempt."""
     hangs = _Entry("hangs")
-    """Stacks of the ranks at steps that took far too long."""
+    """Stacks of the ranks at stuck steps."""
 
     @property
     def owner(self) -> str:
-        """Another user whose start this is; empty: this user's own.
+        """The other user who owns this attempt, or empty for this user.
 
-        Several may start one run in turn, so the folder of the run itself does not matter.
+        Several users may start one run in turn, so the owner of the run's folder does not matter.
         """
         folder = self.path.parent
         link = owner_of(folder) if folder.is_symlink() else ""
@@ -76,18 +77,18 @@ class Attempt:
         return self.path / f"rank-{rank}.json"
 
     def rank_error(self, rank: int, restart: int = 0) -> Path:
-        """The error that ended one rank after so many restarts."""
+        """The error that ended one rank after this number of restarts."""
         name = f"rank-{rank}.restart-{restart}" if restart else f"rank-{rank}"
         return self.path / f"{name}.error.json"
 
     def rank_errors(self, restart: int) -> list[Path]:
-        """The errors of all ranks after so many restarts."""
+        """The errors of all ranks after this number of restarts."""
         pattern = f"rank-*.restart-{restart}.error.json" if restart else "rank-*.error.json"
         found = sorted(self.path.glob(pattern))
         return found if restart else [path for path in found if ".restart-" not in path.name]
 
     def restart(self, number: int) -> Path:
-        """Why all ranks were started again; the first restart has number 1."""
+        """The reason for a restart of all ranks. The first restart has number 1."""
         return self.path / f"restart-{number:03d}.json"
 
     def node_record(self, node: int) -> Path:
@@ -105,36 +106,36 @@ class RunDir:
     path: Path
 
     run_file = _Entry("run.yaml")
-    """The run file as it was given, word for word."""
+    """The run file of the user, unchanged."""
     resolved = _Entry("resolved.yaml")
-    """What the ranks read: every value, and where it came from."""
+    """The input of the ranks: every value with its origin."""
     node_of = _Entry("node-of.json")
-    """On a node that keeps only logs of the run: which first node has the run itself."""
+    """On a node with only logs of the run: the first node, which has the run itself."""
     status = _Entry("status.json")
-    """What the run is doing now."""
+    """The current status of the run."""
     metrics = _Entry("metrics.jsonl")
     """One JSON line per recorded step."""
     telemetry = _Entry("telemetry")
-    """What the agent of each node has sampled, over all starts."""
+    """The samples of each node's agent, over all attempts."""
     balance = _Entry("balance.json")
-    """How the rows of each step were divided, where that changes from step to step."""
+    """The division of the rows of each step, if it changes between steps."""
     remote = _Entry("remote.json")
-    """What this run directory has to do with its copy in object storage; see `isles.run.upload`."""
+    """The state of the run's copy in object storage. See `isles.run.upload`."""
     join_line = _Entry("join")
-    """Join line of the hub; a secret, mode 0600."""
+    """Join line of the hub, a secret with mode 0600."""
     outer = _Entry("outer")
-    """Who this cluster is among others, and files on their way to and from them."""
+    """The identity of this cluster among others, and files in transfer."""
     tunnel_line = _Entry("outer", "spool", "hivemind", "line")
-    """Engine hivemind: a join line for this machine, whose way to the hub rank 0 holds open; a
-    secret, mode 0600."""
+    """Engine hivemind: a join line for this machine, a secret with mode 0600. Rank 0 keeps the
+    connection to the hub open."""
     summary = _Entry("summary.json")
     """Final figures."""
     loss_plot = _Entry("loss.png")
     tokenizer = _Entry("tokenizer")
     base = _Entry("base")
-    """What an export needs of the model that the run begins with, beside its weights."""
+    """Files of the initial model, other than weights, that an export needs."""
     checkpoints = _Entry("checkpoints")
-    """One folder a checkpoint."""
+    """One folder per checkpoint."""
     model = _Entry("model")
     """The exported Hugging Face folder."""
     tensorboard = _Entry("logs", "runs")
@@ -146,12 +147,12 @@ class RunDir:
 
     @property
     def owner(self) -> str:
-        """Another user whose run this is, by its last start; empty: this user's own."""
+        """The other user who owns this run, by its last attempt, or empty for this user."""
         attempt = self.last_attempt()
         return (attempt.owner if attempt else "") or owner_of(self.resolved)
 
     def reference(self, part: str) -> Path:
-        """Scores of pairs before training (dpo): of the part training or validation."""
+        """Scores of pairs before training (dpo), for the part training or validation."""
         return self.path / f"reference-{part}.npz"
 
     def tracker_record(self, kind: str) -> Path:
@@ -159,17 +160,17 @@ class RunDir:
         return self.path / "track" / f"{kind}.json"
 
     def node_telemetry(self, node: int) -> Path:
-        """Samples of a node, one JSON line each: close together at the end, sparse before."""
+        """Samples of a node, one JSON line each, dense at the end and sparse before."""
         return self.telemetry / f"node-{node}.jsonl"
 
     def latest_node_log(self, node: int) -> Path:
-        """Link to the newest log of a node: the lines of its agent and its ranks."""
+        """Link to the newest log of a node, with the lines of its agent and its ranks."""
         return self.node_logs / f"latest_node{node}.log"
 
     def attempts(self) -> list[Attempt]:
-        """Every start of this run, oldest first."""
+        """Every attempt of this run, oldest first."""
         folder = self.path / "attempts"
-        if not os.access(folder, os.R_OK | os.X_OK):  # there is none, or it is another user's
+        if not os.access(folder, os.R_OK | os.X_OK):  # missing, or another user's
             return []
         numbers = (number_of(entry.name) for entry in folder.iterdir())
         return [self.attempt(number) for number in sorted(n for n in numbers if n is not None)]
@@ -184,5 +185,5 @@ class RunDir:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is such a file; False also in a folder that is closed to this user."""
+    """Whether the file exists. False also in a folder without permission for this user."""
     return os.path.isfile(path)  # noqa: PTH113

@@ -23,18 +23,18 @@ _CALLED = {
     "torch.serialization._get_layout",
     f"{_PLACE}._MEM_FORMAT_ENCODING",
     *("pathlib.PosixPath", "pathlib._local.PosixPath"),  # Python 3.13 uses the second name
-    "builtins.getattr",  # Python before 3.11.4 pickles enum members with it
+    "builtins.getattr",  # Python before 3.11.4 uses it to pickle enum members
     *("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"),
     "collections.OrderedDict",
 }
 
 
 class PickleFault(ValueError):
-    """A pickle asks for something that isles 0.1.0 never wrote. The text names it."""
+    """A pickle contains something that isles 0.1.0 never wrote. The text describes it."""
 
 
 class _Named:
-    """A class or function that a pickle names."""
+    """A class or function in a pickle."""
 
     __slots__ = ("name",)
 
@@ -43,7 +43,7 @@ class _Named:
 
 
 class Made:
-    """An instance that a pickle makes: its class, arguments and state. Equal only to itself."""
+    """An instance in a pickle: its class, arguments and state. It is equal only to itself."""
 
     __slots__ = ("args", "name", "state")
 
@@ -59,14 +59,14 @@ _MARK = object()
 
 
 def read_pickle(data: bytes, most_opcodes: int = 1000) -> Any:
-    """Build what a pickle describes, of plain values, `Made` and names.
+    """Build the content of a pickle from plain values, `Made` and names.
 
     Args:
         most_opcodes: limit for the opcodes: each takes time and memory. The default is for one
             tensor, which has about 60.
 
     Raises:
-        PickleFault: it is damaged or too long, or names what no file of isles 0.1.0 names.
+        PickleFault: it is damaged or too long, or has a name that isles 0.1.0 never wrote.
     """
     machine = _Machine()
     try:
@@ -112,7 +112,7 @@ class _Machine:
 
     def _target(self, kind: type) -> Any:
         if type(self._stack[-1]) is not kind:
-            raise PickleFault("it fills something that it has not made")
+            raise PickleFault("it fills an object that it has not made")
         return self._stack[-1]
 
     def _new_list(self, _: Any) -> None:
@@ -139,9 +139,9 @@ class _Machine:
         values = self._since_mark() if many else [self.pop(), self.pop()][::-1]
         target = self._target(dict)
         for key, value in zip(values[::2], values[1::2], strict=True):
-            # The hash of a tuple of tuples may take for ever.
+            # The hash of nested tuples may take forever.
             if type(key) not in (str, Made):
-                raise PickleFault("it has a dict with a key that is not a name")
+                raise PickleFault("it has a dict with an invalid key")
             target[key] = value
 
     def _name(self, argument: Any) -> None:
@@ -190,12 +190,12 @@ _ACTIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "BUILD": _Machine._build,
     "BINPERSID": _Machine._storage,
 }
-"""The action of each opcode. All others are refused: isles 0.1.0 never wrote them."""
+"""The action of each opcode. The reader refuses all others, which isles 0.1.0 never wrote."""
 
 
 def _named(module: object, name: object) -> _Named:
     if type(module) is not str or type(name) is not str:
-        raise PickleFault("it names something with a number")
+        raise PickleFault("it has a number in place of a name")
     path = f"{module}.{name}"
     is_type = module in ("torch", "torch.storage") and name.isidentifier()
     if path not in _CLASSES | _CALLED and not is_type:
@@ -235,11 +235,11 @@ Places = dict[tuple[Any, Any], tuple[Any, Any, Any]]
 
 
 def read_torch_index(data: bytes, most_opcodes: int) -> tuple[Tensors, Places]:
-    """The tensors of a `.metadata`, and where their pieces lie; the values are not yet checked.
+    """The tensors of a `.metadata`, and the places of their pieces. The values are not yet checked.
 
     Returns:
-        By name the type, the shape, and of each piece offsets and sizes; by name and offsets the
-        file, the first byte, and the number of bytes.
+        By name: the type, the shape, and the offsets and sizes of each piece. By name and offsets:
+        the file, the first byte, and the number of bytes.
 
     Raises:
         PickleFault: it is not an index, or has an entry that is not a tensor.
@@ -263,7 +263,7 @@ def read_torch_index(data: bytes, most_opcodes: int) -> tuple[Tensors, Places]:
     for key, value in stored.items():
         index, info = _of(key, f"{_PLACE}.MetadataIndex"), _of(value, _STORED)
         if type(index["fqn"]) is not str or info["transform_descriptors"]:
-            raise PickleFault("it has a place without a name, or of a kind that isles never wrote")
+            raise PickleFault("it has a place without a name, or of an unknown kind")
         place = index["fqn"], _sizes(index["offset"])
         places[place] = info["relative_path"], info["offset"], info["length"]
     return tensors, places
@@ -272,7 +272,7 @@ def read_torch_index(data: bytes, most_opcodes: int) -> tuple[Tensors, Places]:
 def _of(value: object, name: str, tensor: object = None) -> Made:
     if not isinstance(value, Made) or value.name != name:
         of = f"{ascii(tensor)[1:-1][:80]} is not a tensor: " if type(tensor) is str else ""
-        raise PickleFault(f"{of}it has something else where a {name.rpartition('.')[2]} belongs")
+        raise PickleFault(f"{of}it lacks a {name.rpartition('.')[2]} at its place")
     return value
 
 

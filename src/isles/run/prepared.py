@@ -1,4 +1,4 @@
-"""Prepared tokens in a cache folder: their names, who uses them, and the removal of old ones.
+"""Prepared tokens in a cache folder: their names, their users, and the removal of old tokens.
 
 Prepared tokens are in a folder `tokens-NEAR-CONTENT`. NEAR is a hash of the tokenizer settings and
 of the kinds and sizes of the files, which are cheap to compute. CONTENT is a hash of all bytes of
@@ -48,8 +48,8 @@ def remove_stale(folder: Path, *, locked: bool) -> None:
     """Remove the temporary folders that dead processes of this user left next to a folder.
 
     Args:
-        locked: no other process of this user makes the folder now. The temporary folders from other
-            machines are then removed too.
+        locked: whether no other process of this user makes the folder now. If so, also remove
+            temporary folders from other machines.
     """
     for entry in _stale(folder, locked=locked):
         log.info("removing leftovers=%s", entry)
@@ -70,12 +70,12 @@ def _stale(folder: Path, *, locked: bool) -> Iterator[Path]:
 
 
 def known_content(cache_dir: Path, key: str) -> str | None:
-    """The CONTENT that this user has noted for a key; None: nothing, or nothing sound."""
+    """The CONTENT that this user has noted for a key, or None without a valid note."""
     return _noted(_known(cache_dir, key))
 
 
 def _noted(known: Path) -> str | None:
-    # Other users may have made it, even as a pipe.
+    # Other users may have made the file, even as a pipe.
     try:
         with open_regular(known, os.O_NOFOLLOW) as stream:
             text = stream.read(64).decode("ascii", "replace")
@@ -85,9 +85,9 @@ def _noted(known: Path) -> str | None:
 
 
 def note_use(folder: Path, key: str) -> None:
-    """Note that a folder is used now, by files that are found again by this key.
+    """Note the use of a folder, for files with this key.
 
-    Nothing is noted if the cache cannot be written.
+    If the cache is not writable, isles notes nothing.
     """
     content = folder.name.rpartition("-")[2]
     with suppress(OSError):
@@ -104,14 +104,14 @@ def _known(cache_dir: Path, key: str) -> Path:
 
 
 def hold(handle: int, path: Path) -> None:
-    """Show that the file TOKENS is in use, for as long as it is open or mapped.
+    """Mark the file TOKENS as used while it is open or mapped.
 
     Args:
         handle: the open file.
-        path: the path that it was opened by.
+        path: the path of the open file.
 
     Raises:
-        ValueError: the file is being removed.
+        ValueError: another process is removing the file.
         FileNotFoundError: the file has been removed.
     """
     give_up_at = time.monotonic() + _LOCKED_S
@@ -125,7 +125,7 @@ def hold(handle: int, path: Path) -> None:
                 raise ValueError(f"{TOKENS} is being removed") from None
             time.sleep(0.01)
         except OSError:
-            return  # no locks on this disk: `prune` leaves its folders alone
+            return  # no locks on this disk, so `prune` does not remove its folders
     # `remove` may have renamed the folder after the file was opened.
     if not os.path.samestat(os.fstat(handle), path.stat()):
         raise ValueError(f"{TOKENS} is being removed")
@@ -136,9 +136,9 @@ class Prepared:
     """A folder of prepared tokens.
 
     Args:
-        name: of its source, when it was prepared.
-        used_at: when a run or a command has last begun to use it, seconds since the epoch.
-        kept: why it cannot be removed; "" if it can.
+        name: name of its source at the preparation.
+        used_at: start of the last use by a run or a command, seconds since the epoch.
+        kept: why isles cannot remove it, or "".
     """
 
     folder: Path
@@ -181,15 +181,15 @@ def _kept(folder: Path) -> str:
     except FileNotFoundError:
         return "" if is_own(folder) else "another user's"  # damaged
     except OSError as error:
-        return f"not known whether it is in use: {error.strerror}"
+        return f"unknown whether it is in use: {error.strerror}"
 
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    # No process uses the folder, and none begins to within the block. UserError: it belongs to
-    # another user; BlockingIOError: it is in use; other OSError: it cannot be known.
+    # No process uses the folder, and none can start to use it within the block. UserError: it
+    # belongs to another user. BlockingIOError: it is in use. Other OSError: unknown.
     with open_own_file(folder / TOKENS, os.O_RDWR) as stream:
-        # The files of root are safe to read, but they are not this user's to delete.
+        # The files of root are safe to read, but this user must not delete them.
         if os.fstat(stream.fileno()).st_uid != os.geteuid():
             raise PreflightError("it belongs to another user", where=str(folder))
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -197,7 +197,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def remove(folder: Path) -> str:
-    """Remove a folder of prepared tokens that nothing uses. Gives why not; "" if it is gone."""
+    """Remove an unused folder of prepared tokens. Returns the reason for a failure, or ""."""
     old = temporary_beside(folder, "old")
     try:
         if (folder / TOKENS).exists():
@@ -212,7 +212,7 @@ def remove(folder: Path) -> str:
 
 
 def sweep(cache_dir: Path) -> None:
-    """Remove what belongs to no folder any more: notes, locks, and leftovers of dead processes."""
+    """Remove notes, locks and files of dead processes without a folder."""
     names = [folder.name for folder in cache_dir.glob("tokens-*")]
     contents = {name.rpartition("-")[2] for name in names}
     for known in cache_dir.glob(f".known-*.{os.geteuid()}"):

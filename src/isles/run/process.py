@@ -1,4 +1,4 @@
-"""Processes named so that a reused pid is never taken for the old process."""
+"""Processes with an identity, so that isles never mistakes a reused pid for the old process."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ class ProcessId:
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
-        """The process that has this pid now.
+        """The current process with this pid.
 
         Raises:
-            psutil.NoSuchProcess: there is none.
+            psutil.NoSuchProcess: it does not exist.
         """
         return cls(socket.gethostname(), pid, psutil.Process(pid).create_time(), is_own=True)
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> ProcessId | None:
-        """From a launch or rank record; None where the record names no process."""
+        """From a launch or rank record, or None if the record has no process."""
         try:
             place = str(record["host"]), int(record["pid"]), float(record["started"])
         except (ArithmeticError, KeyError, TypeError, ValueError):
             return None
         if not 0 < place[1] < _PIDS:
-            return None  # for the kernel these mean process groups, or all processes
+            return None  # for the kernel, these numbers mean process groups or all processes
         return cls(*place, is_own=isinstance(record, OwnRecord))
 
     def record(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class ProcessId:
         return self.host == socket.gethostname()
 
     def is_me(self) -> bool:
-        """Whether it is the process that asks."""
+        """Whether it is the calling process."""
         return self.is_here() and self.pid == os.getpid()
 
     def is_alive(self) -> bool:
@@ -82,10 +82,10 @@ class ProcessId:
 def handled(
     handler: Callable[[int, FrameType | None], Any] | signal.Handlers, *numbers: signal.Signals
 ) -> Iterator[None]:
-    """Handle signals this way within a block, and as before after it. Main thread only.
+    """Handle signals with this handler within a block. Main thread only.
 
-    A signal that is ignored stays ignored, so that nohup works. Programs that are started within
-    the block inherit SIG_IGN.
+    An ignored signal stays ignored, so that nohup works. Programs started within the block inherit
+    SIG_IGN.
     """
     before = {}
     try:
@@ -99,7 +99,7 @@ def handled(
 
 
 def signal_name(number: int) -> str:
-    """`SIGKILL`; of a signal without a name, as those for real time, its number."""
+    """Name of a signal, such as `SIGKILL`, or the number of a signal without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -107,7 +107,7 @@ def signal_name(number: int) -> str:
 
 
 def processor_name() -> str:
-    """The processor's model, by the kernel."""
+    """The processor's model, from the kernel."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         lines = info.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -120,9 +120,9 @@ def processor_name() -> str:
 def die_with_parent(number: int = signal.SIGKILL) -> None:
     """Let the kernel send this signal to this process when its parent ends. Linux only.
 
-    "Parent" is the thread that has started this process, so it must live as long as the process.
-    Nothing is sent for a parent that had ended before this call. One that had called this itself,
-    and then forked this process, is missed here, and the signal sent all the same.
+    The parent is the thread that has started this process, so it must live as long as the process.
+    The kernel sends no signal for a parent that ended before this call. If the parent called this
+    function before it forked this process, this call finds its absence and sends the signal.
     Source: prctl(2), PR_SET_PDEATHSIG.
     """
     global _caller  # noqa: PLW0603  # what a forked process knows of its parent
@@ -135,6 +135,6 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 _caller: int | None = None
-"""Who has called `die_with_parent` last: in a process that was forked, its parent."""
+"""The last caller of `die_with_parent`. In a forked process, it is the parent."""
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before any fork

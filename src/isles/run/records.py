@@ -1,4 +1,4 @@
-"""Small JSON records, written so that a reader never sees half of one; errors of writing."""
+"""Small JSON records with atomic writes, and errors of writing."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-NOT_A_FOLDER = "a file stands where a folder is needed"
-NO_SPACE = "there is no space left"
+NOT_A_FOLDER = "a file is in the place of a folder"
+NO_SPACE = "no space left on the disk"
 
 MAX_LINE_BYTES = 1 << 20
 """Limit of a row in a JSON-lines file. Anything longer is not a row."""
@@ -43,12 +43,12 @@ MAX_RECORD_BYTES = 1 << 20
 """Limit of a JSON record. The parsed values may take thirty times as much memory."""
 
 MAX_LIST_BYTES = 64 << 20
-"""Limit of a record that has an entry for each rank, host or file, such as a manifest. isles would
-take a longer one as absent, so the limit is far above what any run needs. `read_text` reads less
-of another user's file."""
+"""Limit of a record that has an entry for each rank, host or file, such as a manifest. isles treats
+a longer record as absent, so the limit is far above the needs of any run. `read_text` has a lower
+limit for another user's file."""
 
 MAX_SHOWN_BYTES = 16 << 20
-"""Limit of such a record if it is only shown, such as live.json: enough for 8,000 ranks."""
+"""Limit of such a record if isles only shows it, such as live.json. Enough for 8,000 ranks."""
 
 _VALUES, _VALUE_BYTES = 1 << 17, 32
 """A record has at most `_VALUES` values, or one value for each 32 bytes of its limit if that number
@@ -57,17 +57,17 @@ is larger."""
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _TRIES = 3
 _UNREADABLE = (errno.EACCES, errno.EPERM, errno.ENXIO, errno.ELOOP, errno.EISDIR, errno.ENODEV)
-"""Errors of a path that this user may not read, or that is a socket, a device or a circle of links:
-one such record must not hide all other runs of a folder."""
+"""Errors of a path without permission, or of a socket, a device or a circle of links. Such a record
+must not hide all other runs of a folder."""
 
 _LIMITS: dict[object, tuple[str, str]] = {
-    errno.ENOSPC: (NO_SPACE, "free some space there"),
+    errno.ENOSPC: (NO_SPACE, "free some space on it"),
     errno.EDQUOT: ("the quota of this user is used up", "delete files, or get a larger quota"),
     errno.EFBIG: ("the file is larger than allowed", "raise the limit (ulimit -f unlimited)"),
     errno.EMFILE: ("this process has too many open files", "raise the limit (ulimit -n 4096)"),
     errno.ENFILE: ("this machine has too many open files", "end programs, or raise fs.file-max"),
 }
-"""By the error of a write, the limit that it has met, and how to get more."""
+"""The exceeded limit and its fix, by the error of a write."""
 
 
 def write_text_atomic(path: Path, text: str, *, durable: bool = True) -> None:
@@ -76,13 +76,13 @@ def write_text_atomic(path: Path, text: str, *, durable: bool = True) -> None:
 
 
 def write_bytes_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Replace a file with `data`: a reader sees the old one or the new one, never a part.
+    """Replace a file with `data`: a reader sees the old or the new file, never a part.
 
     Args:
-        durable: wait until it would survive a power cut.
+        durable: wait until the file survives a power cut.
 
     Raises:
-        OSError: the folder is missing, read-only or full; the old file is as it was.
+        OSError: the folder is missing, read-only or full. The old file is unchanged.
     """
     write_lines_atomic(path, (data,), durable=durable)
 
@@ -105,14 +105,14 @@ def write_lines_atomic(path: Path, lines: Iterable[bytes], *, durable: bool = Tr
 
 
 def write_new(path: Path, text: str, *, force: bool) -> None:
-    """Write a file that a user has named by `--output`.
+    """Write the file of `--output`.
 
     Raises:
-        UserError: it is there already and not to be replaced, or it cannot be written.
+        UserError: it exists and must not be replaced, or it is not writable.
     """
     if path.exists() and not force:
         raise UserError(
-            "the file is there already",
+            "the file already exists",
             where=str(path),
             fix="add --force, or give another --output",
             id="file.exists",
@@ -122,7 +122,7 @@ def write_new(path: Path, text: str, *, force: bool) -> None:
 
 
 def write_secret(path: Path, text: str) -> None:
-    """Write a file that only this user may read, durably, whole or not at all."""
+    """Write a file that only this user may read, durably and atomically."""
     partial = path.with_name(f".{path.name}.new")
     partial.unlink(missing_ok=True)
     handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -140,7 +140,7 @@ def write_record(path: Path, record: dict[str, Any], *, durable: bool = True) ->
 
 
 def read_record(path: Path, most_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any] | None:
-    """Read a JSON record; None if the file is missing, is not a record, or is longer than this.
+    """Read a JSON record, or None if the file is missing, is not a record, or is too long.
 
     The record is an `OwnRecord` if this user has written it. isles only shows any other record, and
     does not act on it.
@@ -149,21 +149,21 @@ def read_record(path: Path, most_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any
 
 
 def read_any(path: Path, most_bytes: int = MAX_RECORD_BYTES) -> Record | None:
-    """As `read_record`, with the name of the other user who may have written it."""
+    """Like `read_record`, with the name of the other user who may have written it."""
     for _ in range(_TRIES):
         try:
             text, owner = read_text(path, most_bytes)
             record = parse_record(text, most_bytes)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (ValueError, RecursionError):  # it is no record of ours
+        except (ValueError, RecursionError):  # not a record of isles
             return None
         except OSError as error:
             if error.errno in _UNREADABLE:
                 return None
             if error.errno != errno.ESTALE:
                 raise
-            # NFS: another host has replaced the file while it was read.
+            # NFS: another host has replaced the file during the read.
         else:
             if not isinstance(record, dict):
                 return None
@@ -172,10 +172,10 @@ def read_any(path: Path, most_bytes: int = MAX_RECORD_BYTES) -> Record | None:
 
 
 def refuse_long(run_dir: RunDir, attempt: Attempt | None) -> None:
-    """Raise a UserError if a record is too long to be read, so that isles would take it as absent.
+    """Raise a UserError if a record is too long to read, as isles would treat it as absent.
 
-    For a command that shows a run or starts it again: whether the run is running, and how it ended,
-    is in these records. Their length does not depend on the size of the run.
+    For a command that shows or restarts a run: these records have the run's state and outcome.
+    Their length does not depend on the size of the run.
     """
     paths = [run_dir.status, run_dir.node_of]
     if attempt is not None:
@@ -184,10 +184,10 @@ def refuse_long(run_dir: RunDir, attempt: Attempt | None) -> None:
         with suppress(OSError):
             if (size_bytes := path.stat().st_size) > MAX_RECORD_BYTES:
                 raise UserError(
-                    f"a record has {format_bytes(size_bytes)}, and isles reads at most "
-                    f"{format_bytes(MAX_RECORD_BYTES)} of it",
+                    f"the record has {format_bytes(size_bytes)}, and isles reads at most "
+                    f"{format_bytes(MAX_RECORD_BYTES)}",
                     where=str(path),
-                    fix="if the run is yours, delete this file: isles has not written it",
+                    fix="if the run is yours, delete this file, which isles did not write",
                 )
 
 
@@ -197,7 +197,7 @@ def parse_record(text: str | bytes, most_bytes: int = MAX_RECORD_BYTES) -> Any:
     Each lone surrogate in it becomes a question mark, because no stream can encode it.
 
     Args:
-        most_bytes: the limit that the text was read with; the number of values has a limit, too.
+        most_bytes: limit for the length of the text, which also limits the number of values.
 
     Raises:
         ValueError: it is not JSON, or has too many values.
@@ -218,18 +218,18 @@ def _encodable(value: Any) -> Any:
     return [_encodable(part) for part in value] if isinstance(value, list) else value
 
 
-# An adapter takes 4 ms to make, and isles top reads records every two seconds.
+# Making an adapter takes 4 ms, and isles top reads records every two seconds.
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def as_kind(kind: type[T], record: object) -> T:
-    """A record as the dataclass `kind`; ValidationError: it is none."""
+    """A record as the dataclass `kind`. ValidationError: the record is not valid."""
     found: T = _adapter(kind).validate_python(record)
     return found
 
 
 def read_own(path: Path, most_bytes: int = MAX_RECORD_BYTES) -> OwnRecord | None:
-    """A JSON record that this user has written; None also where another user has."""
+    """A JSON record of this user, or None if it is missing or another user's."""
     record = read_any(path, most_bytes)
     return record if isinstance(record, OwnRecord) else None
 
@@ -237,10 +237,10 @@ def read_own(path: Path, most_bytes: int = MAX_RECORD_BYTES) -> OwnRecord | None
 def read_rows(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
     """The rows of a JSON-lines file, one at a time, since all of them may not fit into memory.
 
-    A last line that is still being written is skipped, and so are rows that come during the read.
+    It skips an incomplete last line, and rows that arrive during the read.
 
     Args:
-        last_bytes: read at most this much of its end; None: all of the file, or the last
+        last_bytes: number of bytes to read at its end. Default: all of the file, or the last
             `MAX_ROWS_BYTES` with a warning.
     """
     try:
@@ -253,7 +253,7 @@ def read_rows(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, A
         if left > most_bytes:
             if last_bytes is None:
                 shown = format_bytes(most_bytes)
-                log.warning("%s is too long: only its last %s are read", path, shown)
+                log.warning("%s is too long, so isles reads only its last %s", path, shown)
             stream.seek(left - most_bytes)
             left = most_bytes - len(stream.readline(MAX_LINE_BYTES))
         while left > 0 and (line := stream.readline(min(left, MAX_LINE_BYTES))):
@@ -267,9 +267,9 @@ def read_rows(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, A
 
 
 def read_metrics(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of metrics.jsonl, each with a kind and a step; see `read_rows`.
+    """The rows of metrics.jsonl, each with a kind and a step. See `read_rows`.
 
-    Other rows are skipped: the file may come from a bucket.
+    It skips other rows, as the file may come from a bucket.
     """
     for row in read_rows(path, last_bytes):
         if isinstance(row.get("kind"), str) and type(row.get("step")) is int:
@@ -278,35 +278,35 @@ def read_metrics(path: Path, last_bytes: int | None = None) -> Iterator[dict[str
 
 @contextmanager
 def clear_errors(path: Path, instead: str = "set another output_dir") -> Iterator[None]:
-    """Raise a UserError that says what to do in place of an OSError of a write below `path`."""
+    """Raise a UserError with a fix in place of an OSError of a write below `path`."""
     try:
         yield
     except OSError as error:
         where = str(error.filename or path)
         if Path(where).name.startswith(f".{path.name}."):
-            where = str(path)  # written beside it at first
+            where = str(path)  # first written next to it
         what = refusal(error, path)
         folder = Path(where).absolute()
         while folder != folder.parent and not os.path.lexists(folder):
             folder = folder.parent
         fix = f"{how_to_write(what, str(folder))}{instead}"
         if what not in (NOT_A_FOLDER, NO_SPACE):
-            what = f"cannot be written: {what}"
+            what = f"cannot write: {what}"
         raise UserError(what, where=where, fix=fix, id="files.output") from error
 
 
 def used_up(error: object, path: Path) -> tuple[str, str] | None:
-    """The limit of a disk, a user or the system that a write has met, and how to get more.
+    """The limit of a disk, a user or the system that a write has exceeded, and its fix.
 
     Args:
-        path: the file or folder that was written to.
+        path: the written file or folder.
 
     Returns:
         None if the error is of another kind.
     """
     number = getattr(error, "errno", None)
     if number == errno.ENOSPC and _lacks_inodes(path):
-        return "no inodes are left on this disk", "delete small files there (see df -i)"
+        return "no inodes left on the disk", "delete small files on it (see df -i)"
     return _LIMITS.get(number)
 
 
@@ -321,7 +321,7 @@ def _lacks_inodes(path: Path) -> bool:
 
 
 def refusal(error: OSError, path: Path | None = None) -> str:
-    """Why something could not be written, in few words.
+    """The reason for a failed write, as a short text.
 
     Args:
         path: the file, if the error does not name it.
@@ -336,10 +336,10 @@ def refusal(error: OSError, path: Path | None = None) -> str:
 
 
 def how_to_write(why: str, folder: str) -> str:
-    """What could be done so that a folder can be written, up to the word before an alternative.
+    """The fix for a folder that is not writable, up to the word before an alternative.
 
     Args:
-        folder: the folder, or the nearest above it that exists.
+        folder: the folder, or the nearest existing folder above it.
     """
     if why == NO_SPACE:
         return "free some, or "
@@ -350,27 +350,26 @@ def how_to_write(why: str, folder: str) -> str:
     if why == NOT_A_FOLDER:
         return "move it away, or "
     if why == os.strerror(errno.EROFS):
-        look = f"findmnt -T {shlex.quote(folder)} shows what is mounted"
-        return f"have it mounted for writing ({look}), or "
+        look = f"see findmnt -T {shlex.quote(folder)}"
+        return f"mount it with write permission ({look}), or "
     if why in (os.strerror(errno.EACCES), os.strerror(errno.EPERM)):
         return f"sudo chown {os.geteuid()} {shlex.quote(folder)}, or "
     return ""
 
 
 def deleted(attempt: Attempt) -> TrainingError | None:
-    """The error of an attempt whose folder was deleted or moved; None while it exists."""
+    """The error of an attempt whose folder was deleted or moved, or None while it exists."""
     try:
         attempt.path.stat()
     except (FileNotFoundError, NotADirectoryError):
         run = attempt.path.parent.parent
         return TrainingError(
-            f"the run directory {run} is not there any more: it was deleted or moved away while "
-            "the run was training",
+            f"the run directory {run} was deleted or moved during training",
             where=f"host {socket.gethostname()}",
-            fix="`isles train` starts a new run; where it was moved, move it back first, to go on "
-            "with what it has saved",
+            fix="start a new run with `isles train`. If you moved the directory, move it back "
+            "first to resume the run",
             id="run.gone",
         )
-    except OSError:  # a disk that fails or is slow may come back
+    except OSError:  # a failing or slow disk may recover
         return None
     return None

@@ -1,5 +1,5 @@
-"""What a cluster shows of itself through the hub, to whoever has no way to its machines: its
-status.json, live.json and last restart, packed into one text."""
+"""Records of a cluster for the hub, for users without access to its machines: its status.json,
+live.json and last restart, packed into one text."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from isles.run.paths import RunDir
 from isles.run.records import parse_record
 
 LONGEST = 256 * 2**10
-"""Characters of such a text."""
+"""Longest text in characters."""
 
 _MOST_BYTES = 2**20
-"""Limit of an unpacked text; 96 nodes of 8 GPUs need less."""
+"""Limit of an unpacked text. 96 nodes with 8 GPUs need less."""
 _KEPT_BYTES = 4 * 2**20
-"""Limit of the unpacked texts whose records are kept, because each look at all clusters sees the
-same texts for a while. Small objects take thirty times as much memory as their text."""
+"""Limit of unpacked texts in the cache of records. Successive queries of all clusters see the same
+texts. Small objects take thirty times the memory of their text."""
 _PARTS = ("status", "live", "restart")
 
 
 def pack(run_dir: RunDir) -> str:
-    """The records of a run's newest attempt; empty: there are none, or they are too large.
+    """The records of a run's newest attempt, or empty if they are missing or too large.
 
-    The files are put together as they are: the interpreter, which others need, parses nothing.
+    It joins the files without parsing, to save time of the interpreter.
     """
     attempt = run_dir.last_attempt()
     paths: list[Path] = [run_dir.status]
@@ -39,7 +39,7 @@ def pack(run_dir: RunDir) -> str:
     for name, path in zip(_PARTS, paths, strict=False):
         with suppress(OSError, ValueError):
             found[name] = read_bytes(path, _MOST_BYTES)
-    # Without the details of its GPUs a cluster of hundreds still says how far it is.
+    # Without GPU details, a cluster with hundreds of GPUs still reports its progress.
     for names in (_PARTS, ("status",)):
         parts = [b'"%s":%s' % (name.encode(), found[name]) for name in names if name in found]
         data = b"{%s}" % b",".join(parts)
@@ -50,12 +50,12 @@ def pack(run_dir: RunDir) -> str:
 
 
 def unpack(text: str) -> dict[str, dict[str, Any]]:
-    """The records in such a text, by `status`, `live` and `restart`, without those that cannot be
-    read. The text comes from another site, so any value in it may be wrong."""
+    """The readable records in such a text, by `status`, `live` and `restart`. The text comes from
+    another site, so any value in it may be wrong."""
     with _keeping:
         if (kept := _kept.pop(text, None)) is None:
             kept = _unpack(text)
-        _kept[text] = kept  # the text of the last use is at the end
+        _kept[text] = kept  # the last used text is at the end
         while sum(size for _, size in _kept.values()) > _KEPT_BYTES:
             del _kept[next(iter(_kept))]
     return kept[0]
@@ -67,10 +67,10 @@ _keeping = threading.Lock()
 
 
 def _unpack(text: str) -> _Unpacked:
-    # The records, and the size of the text that is kept for them.
+    # The records, and the size of their text for the cache.
     size_bytes = len(text)
     try:
-        # Of a small text that would fill the memory only the beginning is unpacked, which is none.
+        # A small text can unpack to fill the memory. Its limited part is not valid JSON.
         packed = base64.b64decode(text, validate=True)
         data = zlib.decompressobj().decompress(packed, _MOST_BYTES)
         size_bytes += len(data)

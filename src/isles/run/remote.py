@@ -1,7 +1,6 @@
 """Runs whose directory is on another machine, and runs of several clusters.
 
-Both are remembered in the output folder from which they were started, so that every verb finds them
-by name.
+The output folder of the start has a record of both, so that every command finds them by name.
 """
 
 from __future__ import annotations
@@ -32,27 +31,27 @@ from isles.run.records import (
 )
 
 RUNS = Path("runs")
-"""Where runs are looked for by default."""
+"""Default folder of runs."""
 
 Word = Annotated[str, Field(pattern=r"^([^-][^\n]*)?$")]
-"""A path or a program on a command line; never an option."""
+"""A path or a program on a command line, never an option."""
 
 _CLUSTERS = "clusters.json"
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteRun:
-    """A run that was started from here, and whose run directory is not here.
+    """A run started from this machine, with its run directory on another machine.
 
     Args:
         ssh: the machine that has the run directory, as a name for ssh. For a run on Kubernetes,
             the name of a record; see `launch/kubernetes/reach.py`.
         path: the run directory on that machine.
-        lines: bash that runs before Python on that machine, from `launch.setting`.
-        hosts: names of all hosts of the run for ssh; the first is `ssh`.
+        lines: bash to run before Python on that machine, from `launch.setting`.
+        hosts: names of all hosts of the run for ssh. The first is `ssh`.
         started_at: seconds since the epoch.
-        folder: local folder of the record; empty if unknown.
-        elsewhere: the run directory on the other hosts; empty if the path is the same.
+        folder: local folder of the record, or empty if unknown.
+        elsewhere: the run directory on the other hosts, or empty if the path is the same.
         owner: name of the other user who wrote the record; empty if this user wrote it.
     """
 
@@ -71,7 +70,9 @@ class RemoteRun:
     def require_own(self) -> None:
         """UserError: another user has written the record."""
         if self.owner:
-            raise not_own(f"run what the record of {self.label} names", self.owner, self.folder)
+            raise not_own(
+                f"run the commands in the record of {self.label}", self.owner, self.folder
+            )
 
     @property
     def host(self) -> str:
@@ -88,25 +89,25 @@ class RemoteRun:
 
     @property
     def place(self) -> str:
-        """HOST:PATH; unlike the label it means exactly one run."""
+        """HOST:PATH, which matches exactly one run, unlike the label."""
         return f"{self.ssh}:{self.path}"
 
     @property
     def behind(self) -> str:
-        """What a user types after its name, so that a verb finds it from here."""
+        """Suffix of its name, with which a command on this machine finds it."""
         if not self.folder or Path(self.folder).absolute() == RUNS.absolute():
             return f"@{self.host}"
         return f"@{self.host} --output-dir {shlex.quote(self.folder)}"
 
     @property
     def typed(self) -> str:
-        """What a user types after a verb to mean it."""
+        """Its name for a command."""
         return f"{self.name}{self.behind}"
 
 
 def _folders(output_dir: Path) -> list[Path]:
-    # Folders of records. Where another user has made the first, or a link of that name, this user
-    # has a folder with the uid. No link of another user is followed.
+    # Folders of records. If another user has made the first folder, or a link with its name, this
+    # user has a folder with the uid. isles follows no link of another user.
     found = sorted(output_dir.glob(".remote")) + sorted(output_dir.glob(".remote.*"))
     return [path for path in found if not path.is_symlink() or is_own(path)]
 
@@ -117,13 +118,13 @@ def _own_folder(output_dir: Path) -> Path:
 
 
 def _file_name(run: RemoteRun) -> str:
-    # The users of a host may each have a run of this name, in folders of their own.
+    # Each user of a host may have a run of this name in a separate folder.
     digest = hashlib.sha256(f"{run.host}:{run.path}".encode()).hexdigest()[:8]
     return f"{run.label.replace('/', '_')}.{digest}.json"
 
 
 def write_remote(output_dir: Path, run: RemoteRun) -> RemoteRun:
-    """Remember a run, and return it as `list_remotes` does. UserError: it cannot be written."""
+    """Record a run, and return it like `list_remotes`. UserError: the record is not writable."""
     path = _own_folder(output_dir) / _file_name(run)
     with clear_errors(path.parent):
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -135,7 +136,7 @@ def write_remote(output_dir: Path, run: RemoteRun) -> RemoteRun:
 
 
 def list_remotes(output_dir: Path) -> list[RemoteRun]:
-    """Every remembered run, the oldest first."""
+    """Every recorded run, oldest first."""
     found = dict[str, RemoteRun]()
     for path in (path for folder in _folders(output_dir) for path in folder.glob("*.json")):
         with suppress(ValidationError):  # of another version of isles, which has fewer fields
@@ -144,31 +145,31 @@ def list_remotes(output_dir: Path) -> list[RemoteRun]:
             owner = record.owner if record else ""
             run = replace(run, folder=str(output_dir), owner=owner)
             old = found.get(path.name, run)
-            # Of two records of a run, this user's own counts, and then the newer.
+            # If a run has two records, this user's own record counts, then the newer record.
             found[path.name] = max(old, run, key=lambda run: (not run.owner, run.started_at))
     return sorted(found.values(), key=lambda run: run.started_at)
 
 
 def forget_remote(output_dir: Path, run: RemoteRun) -> None:
-    """Remember a run no longer: its directory is gone."""
+    """Delete the record of a run whose directory is gone."""
     for folder in _folders(output_dir):
         for place in (folder, folder / "last"):
-            with suppress(OSError):  # another user's folder may be closed
+            with suppress(OSError):  # no permission for another user's folder
                 if is_own(place) or not place.is_symlink():
                     (place / _file_name(run)).unlink(missing_ok=True)
 
 
 def keep_report(output_dir: Path, run: RemoteRun, report: dict[str, Any]) -> None:
-    """Keep the status that a run's machine has sent, for when it cannot be reached."""
+    """Keep the status from a run's machine, for times when the machine is unreachable."""
     path = _own_folder(output_dir) / "last" / _file_name(run)
-    with suppress(OSError, UserError):  # without it one only knows less
+    with suppress(OSError, UserError):  # the status is only a convenience
         make_own_folder(path.parent.parent)
         make_own_folder(path.parent)
         write_record(path, {"at": time.time(), "report": report}, durable=False)
 
 
 def last_report(output_dir: Path, run: RemoteRun) -> tuple[float, dict[str, Any]] | None:
-    """When a run's machine has last sent its status, and that status; None: never."""
+    """Time and content of the last status from a run's machine, or None."""
     files = [folder / "last" / _file_name(run) for folder in _folders(output_dir)]
     record: dict[str, Any] = next(
         filter(None, (read_own(file, MAX_SHOWN_BYTES) for file in files)), {}
@@ -179,12 +180,12 @@ def last_report(output_dir: Path, run: RemoteRun) -> tuple[float, dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ClusterRun:
-    """One cluster of a run of several; it is a run of its own.
+    """One cluster of a run of several clusters, and itself a run.
 
     Args:
         launcher: kubernetes, local, manual, pbs, ray, skypilot, slurm or ssh.
-        path: its run directory, on the machine that has it; empty: it was never started.
-        ssh: that machine as ssh takes it from here; empty: this one.
+        path: its run directory, on its machine, or empty if it never started.
+        ssh: ssh destination of that machine, or empty for this machine.
     """
 
     name: str
@@ -196,15 +197,15 @@ class ClusterRun:
 
 @dataclass(frozen=True, slots=True)
 class MultiClusterRun:
-    """A run of several clusters, as the machine that has started it records it.
+    """A run of several clusters, in the record of the machine that started it.
 
     Args:
         path: its folder, OUTPUT_DIR/NAME-N.
-        clusters: in the order of the run file.
-        begun_at: its first start, seconds since the epoch.
-        config: every value of the run file at its last start.
-        hub: HOST:PORT of a hub that was started separately; empty if the hub belongs to this run
-            or the run has no hub (`meets`).
+        clusters: its clusters, in the order of the run file.
+        begun_at: start of its first attempt, seconds since the epoch.
+        config: every value of the run file at its last attempt.
+        hub: HOST:PORT of a separate hub, or empty if the hub belongs to this run or the run has no
+            hub (`meets`).
         typed: the command that resumes the run, as the user types it; empty if unknown.
         owner: name of the other user who wrote the record; empty if this user wrote it.
     """
@@ -219,7 +220,7 @@ class MultiClusterRun:
     owner: str = field(default="", compare=False)
 
     def require_own(self, doing: str) -> None:
-        """UserError: another user has written the record. `doing`: what would be done."""
+        """UserError: another user has written the record. `doing`: the refused action."""
         if self.owner:
             raise not_own(doing, self.owner, self.path / _CLUSTERS)
 
@@ -233,12 +234,12 @@ class MultiClusterRun:
 
     @property
     def state(self) -> Path:
-        """The state directory of the hub that belongs to it."""
+        """The state directory of its own hub."""
         return self.path / "hub"
 
     @property
     def meets(self) -> bool:
-        """Whether its clusters have a hub; those of other engines do without."""
+        """Whether its clusters have a hub, which other engines do not need."""
         return self.engine == "hub"
 
     @property
@@ -254,14 +255,14 @@ class MultiClusterRun:
         return (self.path if self.hub else self.state) / "join"
 
     def cluster(self, name: str) -> ClusterRun:
-        """The cluster of this name. UserError: there is none."""
+        """The cluster of this name. UserError: it does not exist."""
         for cluster in self.clusters:
             if cluster.name == name:
                 return cluster
         raise UserError(
             f"{self.name} has no cluster {name}",
             where="--cluster",
-            fix=f"it has {', '.join(cluster.name for cluster in self.clusters)}",
+            fix=f"use one of: {', '.join(cluster.name for cluster in self.clusters)}",
         )
 
     def having(self, cluster: ClusterRun) -> MultiClusterRun:
@@ -270,7 +271,7 @@ class MultiClusterRun:
         return replace(self, clusters=clusters)
 
     def write(self) -> None:
-        """Write its record. UserError: it cannot be written."""
+        """Write its record. UserError: the record is not writable."""
         record = {k: v for k, v in asdict(self).items() if k not in ("path", "owner")}
         with clear_errors(self.path):
             write_record(self.path / _CLUSTERS, record)
@@ -281,7 +282,7 @@ def is_multi_cluster(path: Path) -> bool:
 
 
 def read_multi_cluster(path: Path) -> MultiClusterRun | None:
-    """The run of several clusters that a folder holds; None: it holds none."""
+    """The run of several clusters in a folder, or None."""
     with suppress(ValidationError):  # of another version of isles
         record = read_any(path / _CLUSTERS)
         given = {**(record or {}), "path": path, "owner": record.owner if record else ""}
@@ -292,7 +293,7 @@ def read_multi_cluster(path: Path) -> MultiClusterRun | None:
 
 
 def list_multi_cluster(output_dir: Path) -> list[MultiClusterRun]:
-    """The runs of several clusters in a folder, the one that was started last at the end."""
+    """The runs of several clusters in a folder, by start time. The newest run is the last."""
     if not output_dir.is_dir():
         return []
     found = [read_multi_cluster(path) for path in output_dir.iterdir() if is_multi_cluster(path)]
@@ -302,7 +303,7 @@ def list_multi_cluster(output_dir: Path) -> list[MultiClusterRun]:
 def parent_of(
     runs: list[MultiClusterRun], found: RunDir | RemoteRun
 ) -> tuple[MultiClusterRun, ClusterRun] | None:
-    """The run of several clusters that a run belongs to, and as which of them.
+    """The run of several clusters that has this run, and the run's cluster in it.
 
     A record of another user counts only for the runs of that user.
     """
@@ -311,7 +312,7 @@ def parent_of(
         path, ssh = found.path, found.ssh
     for run in reversed(runs):
         for cluster in run.clusters:
-            # A folder that another machine shares with this one is seen here.
+            # This machine sees a folder that it shares with another machine.
             is_named = cluster.path == path and ssh in ("", cluster.ssh)
             if is_named and run.owner in ("", found.owner):
                 return run, cluster

@@ -11,10 +11,10 @@ _MOST_KEYS = 10_000
 
 
 class Repeats:
-    """Says how often the same has happened within a minute.
+    """Counts equal events within a minute.
 
     Args:
-        clock: seconds; a step back of the clock begins a new minute.
+        clock: clock in seconds. If the clock steps back, a new minute begins.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -22,7 +22,7 @@ class Repeats:
         self._known: dict[Hashable, tuple[float, int]] = {}  # oldest minute first
 
     def count(self, key: Hashable) -> int:
-        """Count an event; 1 for the first of a minute."""
+        """Count an event. Returns 1 for the first event of a minute."""
         now = self._clock()
         since, number = self._known.get(key, (now, 0))
         if not 0 <= now - since < _PER_S:
@@ -44,6 +44,6 @@ class FewLines(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         number = self._repeats.count((record.pathname, record.lineno))
         if number == self._most:
-            record.msg = f"{record.getMessage()} (more lines like this in this minute are dropped)"
+            record.msg = f"{record.getMessage()} (isles drops similar lines in this minute)"
             record.args = ()
         return number <= self._most

@@ -1,4 +1,4 @@
-"""Reading resolved.yaml of a run, to show the run or to use its checkpoints."""
+"""Read resolved.yaml of a run, to show the run or to use its checkpoints."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _TEXTS = frozenset(
         *("adapter.target_modules", "adapter.modules_to_save"),
     )
 )
-"""Texts of another user's run that are kept: they are shown, or name a part of the model."""
+"""Texts to keep from another user's run: isles shows them, or they name a part of the model."""
 
 _SWITCHES = frozenset(("model.trust_remote_code",))
-"""Switches that act."""
+"""Switches with side effects."""
 
 
 def read_resolved(run_dir: RunDir) -> Resolved:
-    """Read `resolved.yaml`; of another user's file, keep only the values that describe the run.
+    """Read `resolved.yaml`. From another user's file, keep only the values that describe the run.
 
     These are its numbers, its switches and its choices from a fixed list. A text may name a file of
     the viewer, a repository, an address or a program. So isles replaces a text by its default, or
     by an empty text if it has no default (`model.name_or_path`). See `needs_own`.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: it is not readable.
         ConfigError: another version of isles wrote it, or it is not a resolved.yaml.
     """
     try:
@@ -43,7 +43,7 @@ def read_resolved(run_dir: RunDir) -> Resolved:
         raise ConfigError(
             f"this file is not a valid resolved.yaml: {error}",
             where=f"{run_dir.resolved}:1",
-            fix="put the file back as isles wrote it, or start a new run",
+            fix="restore the file that isles wrote, or start a new run",
         ) from error
     resolved = load_resolved(text)
     if not owner:
@@ -67,7 +67,7 @@ def needs_own(resolved: Resolved, run_dir: RunDir, what: str) -> None:
 def _described(config: RunConfig) -> RunConfig:
     kept: RunConfig = _without_texts(config, "")
     name = config.model.name_or_path
-    if name in shape_names():  # it comes with isles, and has no weights
+    if name in shape_names():  # isles ships it, and it has no weights
         model = kept.model.model_copy(update={"name_or_path": name, "init": "scratch"})
         kept = kept.model_copy(update={"model": model})
     return kept

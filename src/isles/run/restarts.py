@@ -1,4 +1,4 @@
-"""Restarts inside one start of a run: who died, what was lost, where it went on."""
+"""Restarts within one attempt: the failure, the lost steps, and the step to resume from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from isles.run.paths import Attempt, RunDir
 from isles.run.records import as_kind, read_record, write_record
 
 Decision = Literal["restart", "stop", "fail"]
-"""restart: all ranks are started again. stop: a stop had been asked for. fail: the run ends."""
+"""restart: restart all ranks. stop: end the run after a stop request. fail: end the run with an
+error."""
 
 _MOST_LISTED = 100
 """Decisions that `list_restarts` reads. Each record has the count of all before it."""
@@ -25,17 +26,17 @@ _MOST_LISTED = 100
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Why the ranks ended early, and what follows.
+    """The reason for an early end of the ranks, and the decision.
 
     Args:
-        number: the restart that follows, or would: 1 is the first of this start of the run.
-        root_cause: the error that caused it; None where only nodes came or went.
-        why: in a few words, such as `rank 1 on box was killed by SIGKILL`.
-        reached: the last step that was done; None: none since the ranks were started.
-        saved: the step of the newest checkpoint; None: there is none.
-        count: restarts so far that count against the limit, this one included.
-        is_counted: whether this one counts: a node that came or went does not.
-        world_size: ranks that go on; 0 before they have met.
+        number: number of the possible restart in this attempt, from 1.
+        root_cause: the error that caused it, or None if only nodes connected or disconnected.
+        why: short reason, such as `rank 1 on box was killed by SIGKILL`.
+        reached: the last finished step, or None if there was no step since the start of the ranks.
+        saved: the step of the newest checkpoint, or None.
+        count: number of restarts that count against the limit, including this one.
+        is_counted: whether this restart counts. A node that connects or disconnects does not count.
+        world_size: number of ranks that continue, or 0 before the rendezvous.
     """
 
     number: int
@@ -54,16 +55,16 @@ class Restart:
     @property
     def text(self) -> str:
         if not self.at:
-            return self.why  # nothing else is known
+            return self.why  # the rest is unknown
         at = f" at step {self.reached}" if self.reached is not None else ""
         number = f" (restart {self.count} of {self.max_restarts})" if self.is_counted else ""
         if (self.root_cause or {}).get("is_script"):
-            return f"{self.why}{at}; starting the script again{number}"
+            return f"{self.why}{at}. Restarting the script{number}"
         place = "the beginning" if self.saved is None else f"step {self.saved}"
         again = (self.reached or 0) - (self.saved or 0)
-        lost = f": {again} step{'s are' if again > 1 else ' is'} done again" if again > 0 else ""
+        lost = f", repeating {again} step{'s' if again > 1 else ''}" if again > 0 else ""
         ranks = f" with {self.world_size} ranks" if not self.is_counted and self.world_size else ""
-        return f"{self.why}{at}; going on from {place}{ranks}{lost}{number}"
+        return f"{self.why}{at}. Resuming from {place}{ranks}{lost}{number}"
 
     def record(self) -> dict[str, Any]:
         return {**asdict(self), "text": self.text}
@@ -82,9 +83,9 @@ def record_restart(
     is_planned: bool = False,
     world_size: int = 0,
 ) -> Restart:
-    """Record the decision before restart `number`, with the steps that the ranks have done.
+    """Record the decision before restart `number`, with the finished steps of the ranks.
 
-    Where there is a record of this number it stays, and is returned.
+    An existing record of this number stays, and is returned.
     """
     present = read_restart(attempt, number)
     if present is not None:
@@ -113,7 +114,7 @@ def read_restart(attempt: Attempt, number: int) -> Restart | None:
 
 
 def restart_from(record: dict[str, Any] | None) -> Restart | None:
-    """A restart from a record that may be another version's; None: it is not understood."""
+    """A restart from a record of any version, or None if this version cannot read it."""
     with suppress(ValidationError):
         return as_kind(Restart, record)
     return None
@@ -122,20 +123,20 @@ def restart_from(record: dict[str, Any] | None) -> Restart | None:
 def list_restarts(attempt: Attempt) -> list[Restart]:
     """The last hundred decisions of an attempt, oldest first.
 
-    Only the last can be other than `restart`. A record that cannot be read counts as a restart.
+    Only the last can differ from `restart`. An unreadable record counts as a restart.
     """
     count = num_restarts(attempt)
     return [_read(attempt, number) for number in range(1, count + 1)[-_MOST_LISTED:]]
 
 
 def last_restart(attempt: Attempt) -> Restart | None:
-    """The newest decision of an attempt; None if nothing was decided."""
+    """The newest decision of an attempt, or None."""
     count = num_restarts(attempt)
     return _read(attempt, count) if count else None
 
 
 def num_restarts(attempt: Attempt) -> int:
-    """How many decisions an attempt has, without reading them."""
+    """Number of decisions of an attempt, without reading them."""
     number = 0
     while os.path.lexists(attempt.restart(number + 1)):
         number += 1
@@ -143,7 +144,7 @@ def num_restarts(attempt: Attempt) -> int:
 
 
 def _read(attempt: Attempt, number: int) -> Restart:
-    # With its number from the name of the file: another user may have written the record.
+    # Take the number from the file's name, as another user may have written the record.
     if (restart := read_restart(attempt, number)) is not None:
         return replace(restart, number=number)
     return Restart(
@@ -151,7 +152,7 @@ def _read(attempt: Attempt, number: int) -> Restart:
         at=0.0,
         decision="restart",
         root_cause=None,
-        why=f"{attempt.restart(number).name} cannot be read",
+        why=f"{attempt.restart(number).name} is not readable",
         reached=None,
         saved=None,
         count=number,
@@ -161,9 +162,9 @@ def _read(attempt: Attempt, number: int) -> Restart:
 
 
 def current_restart(attempt: Attempt) -> int:
-    """How often the ranks of an attempt were started again."""
+    """Number of restarts of the ranks of an attempt."""
     last = last_restart(attempt)
-    # Only the last decision can be other than `restart`.
+    # Only the last decision can differ from `restart`.
     return 0 if last is None else last.number - (last.decision != "restart")
 
 
@@ -172,7 +173,7 @@ def update_restart(attempt: Attempt, restart: Restart) -> None:
 
 
 def newest_step(run_dir: RunDir) -> int | None:
-    """The step of the newest checkpoint; None where there is none."""
+    """The step of the newest checkpoint, or None."""
     newest = newest_checkpoint(run_dir)
     return newest.step if newest else None
 
@@ -180,24 +181,25 @@ def newest_step(run_dir: RunDir) -> int | None:
 def checkpoint_to_load(
     run_dir: RunDir, attempt: Attempt, asked: Path | None, restart: int
 ) -> Path | None:
-    """The checkpoint `asked` for by name, until this attempt has saved one of its own."""
+    """The checkpoint `asked` by the user, until this attempt has saved a checkpoint."""
     return None if restart > 0 and has_saved(run_dir, attempt) else asked
 
 
 def has_saved(run_dir: RunDir, attempt: Attempt) -> bool:
-    """Whether there is a checkpoint of this start; by its number, for hosts' clocks differ."""
+    """Whether this attempt has a checkpoint, by attempt number, as the clocks of hosts differ."""
     return any(info.manifest.get("attempt") == attempt.number for info in list_checkpoints(run_dir))
 
 
 class LastStep:
-    """Records the last step of rank 0: a few bytes in the page cache, no step waits for a disk."""
+    """Records the last step of rank 0: a few bytes in the page cache, so no step waits for a
+    disk."""
 
     def __init__(self, path: Path, restart: int) -> None:
         self._restart = restart
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
 
     def note(self, step: int) -> None:
-        with suppress(OSError):  # a full disk is for the next checkpoint to report
+        with suppress(OSError):  # the next checkpoint reports a full disk
             os.pwrite(self._handle, f"{self._restart:>8} {step:>12}\n".encode(), 0)
 
     def close(self) -> None:
@@ -205,7 +207,8 @@ class LastStep:
 
 
 def read_last_step(attempt: Attempt, restart: int | None) -> int | None:
-    """The last step done since a restart (None: since whichever); None where there is none."""
+    """The last finished step since this restart, or since any restart for None. None without a
+    step."""
     try:
         noted, step = map(int, read_text(attempt.last_step)[0].split())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""State of a run: read from its records and from the processes they name."""
+"""State of a run, from its records and their processes."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from isles.run.process import ProcessId
 from isles.run.records import MAX_LIST_BYTES, read_record
 
 State = Literal["new", "queued", "running", "finished", "stopped", "failed", "killed", "unknown"]
-"""new: never started. queued: its job waits, also to go on. killed: no outcome, and its process is
-gone. unknown: it runs on another host, which has sent no sign of life lately."""
+"""new: never started. queued: its job waits to start or resume. killed: no outcome, and its process
+is gone. unknown: it runs on another host, without a recent heartbeat."""
 
 FRESH_S = 40.0
 """A run on another host counts as running while its last heartbeat is younger than this. Rank 0
-writes one every 5 s; a network file system may show it half a minute late."""
+writes one every 5 s, and a network file system may show it half a minute late."""
 
 _FAST_S = 5.0
-"""A clock may be ahead by so much and still be right."""
+"""Largest difference of a clock that still counts as correct."""
 
 QUEUES = ("slurm", "pbs", "ray")
-"""Launchers that submit a job, which waits in a queue."""
+"""Launchers that submit a job to a queue."""
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptState:
-    """State of one start of a run.
+    """State of one attempt of a run.
 
     Args:
-        is_alive: whether it runs or will run, as far as this host can tell. True beside an outcome
-            while the last process is still closing.
-        process: who started the ranks; None where no record names it, and for a job of a queue.
-        begun_at: seconds since the epoch; None where it is not recorded.
+        is_alive: whether it runs or will run, as far as this host knows. Also true with an outcome,
+            until the last process has ended.
+        process: the process that started the ranks, or None without a record and for a queue's job.
+        begun_at: start in seconds since the epoch, or None if not recorded.
         launcher: kubernetes, local, manual, pbs, ray, skypilot, slurm or ssh.
-        last_seen_at: its last heartbeat, seconds since the epoch; None: there was none.
-        reason: why its job waits, in the queue's words.
+        last_seen_at: its last heartbeat in seconds since the epoch, or None.
+        reason: the queue's reason why its job waits.
     """
 
     state: State
@@ -73,25 +73,25 @@ def number_of(record: dict[str, Any] | None, key: str) -> float | None:
     value = (record or {}).get(key)
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
-    # Neither NaN nor infinity, which json reads, nor what is too large for arithmetic.
+    # Refuse NaN and infinity, which json reads, and numbers that are too large for arithmetic.
     return value if -_LARGEST < value < _LARGEST else None
 
 
 def text_of(record: dict[str, Any] | None, key: str) -> str:
-    """A text of a record; empty if the record has none, or another value in its place."""
+    """A text of a record, or empty if it is missing or not text."""
     value = (record or {}).get(key)
     return value if isinstance(value, str) else ""
 
 
 def attempt_state(run_dir: RunDir, attempt: Attempt, now: Clock = time.time) -> AttemptState:
-    """State of one attempt now; right on every machine that sees the directory."""
+    """Current state of one attempt. Correct on every machine that sees the directory."""
     launch = read_record(attempt.launch)
     launcher = text_of(launch, "launcher") or "local"
     begun_at = number_of(launch, "begun_at")
     if launcher in QUEUES:
         return _job_state(run_dir, attempt, launcher, begun_at, now())
     process = ProcessId.from_record(launch) if launch else None
-    # The process first: it writes its outcome and then ends, never the other way round.
+    # Check the process first, as it writes its outcome before it ends.
     is_alive = process is not None and process.is_here() and process.is_alive()
     last_seen_at = _last_seen_at(run_dir, attempt, begun_at, now())
     newest = _latest([last_seen_at, begun_at], now()) or 0.0
@@ -106,7 +106,7 @@ def attempt_state(run_dir: RunDir, attempt: Attempt, now: Clock = time.time) -> 
     elif _is_untyped(attempt, launch):
         state, launcher = "new", "manual"
     elif run_dir.node_of.exists():
-        state = "unknown"  # how it ended is on record on its first host
+        state = "unknown"  # its first host has the record of its end
     elif process is None or process.is_here():
         state = "killed"
     else:
@@ -116,8 +116,8 @@ def attempt_state(run_dir: RunDir, attempt: Attempt, now: Clock = time.time) -> 
 
 
 def _is_untyped(attempt: Attempt, launch: dict[str, Any] | None) -> bool:
-    # Whether it is of launcher manual and nobody has typed its commands yet: who made it has left
-    # its claim only.
+    # Whether it is of launcher manual and still waits for its commands: its creator has left only
+    # a claim.
     fleet = read_record(attempt.fleet, MAX_LIST_BYTES) or {}
     return fleet.get("launcher") == "manual" and "launcher" not in (launch or {})
 
@@ -125,7 +125,7 @@ def _is_untyped(attempt: Attempt, launch: dict[str, Any] | None) -> bool:
 def _job_state(
     run_dir: RunDir, attempt: Attempt, launcher: str, begun_at: float | None, now_s: float
 ) -> AttemptState:
-    # By the heartbeats of its ranks, then by the last answer of its queue.
+    # Use the heartbeats of its ranks, then the last answer of its queue.
     job = read_record(attempt.job) or {}
     word = job.get("state")
     last_seen_at = _last_seen_at(run_dir, attempt, begun_at, now_s)
@@ -135,12 +135,11 @@ def _job_state(
     is_alive = True
     is_queued = word in ("pending", "requeued")
     if outcome is not None and not outcome.get("may_go_on"):
-        is_queued = is_queued and asked_at > ended_at  # a scheduler may have been silent since
+        is_queued = is_queued and asked_at > ended_at  # the scheduler may not have answered since
     waits = is_queued and asked_at > (last_seen_at or 0.0)
     seen_at = last_seen_at
     if outcome is not None:
-        # A copy of a run has new times of its files: an outcome is compared with what the ranks
-        # have written.
+        # A copy of a run has new file times, so compare an outcome with the records of the ranks.
         seen_at = number_of(read_record(run_dir.status), "updated_at") or seen_at
     is_seen = (
         last_seen_at is not None
@@ -149,7 +148,7 @@ def _job_state(
         and seen_at > ended_at + 1.0
     )
     if is_seen and not waits:
-        state = "running"  # an outcome from before is that of an earlier start of the same job
+        state = "running"  # an older outcome belongs to an earlier start of the same job
     elif is_queued:
         state = "queued"
     elif outcome is not None:
@@ -159,7 +158,7 @@ def _job_state(
     elif word == "ended":
         state, is_alive = "killed", False
     elif begun_at is not None and now_s - begun_at < FRESH_S:
-        state = "queued"  # just submitted, and nobody has asked the queue yet
+        state = "queued"  # just submitted, and the queue was not queried yet
     else:
         state, is_alive = "unknown", False
     reason = text_of(job, "reason")
@@ -177,7 +176,7 @@ def run_state(run_dir: RunDir, now: Clock = time.time) -> AttemptState:
 
 
 def current_status(run_dir: RunDir, begun_at: float | None) -> dict[str, Any]:
-    """The status record, if it belongs to the attempt that began then; else an empty one."""
+    """The status record if it belongs to the attempt with this start, or an empty record."""
     status = read_record(run_dir.status) or {}
     updated_at = number_of(status, "updated_at")
     is_older = updated_at is None or (begun_at is not None and updated_at < begun_at)
@@ -187,8 +186,8 @@ def current_status(run_dir: RunDir, begun_at: float | None) -> dict[str, Any]:
 def _last_seen_at(
     run_dir: RunDir, attempt: Attempt, begun_at: float | None, now_s: float
 ) -> float | None:
-    # By the record's own time and by that of its file, since one of the clocks may be slow; each is
-    # compared with the beginning by the same clock.
+    # Use the times of the record and of its file, as one of the clocks may be slow. Compare each
+    # with the start by the same clock.
     updated_at = number_of(read_record(run_dir.status), "updated_at")
     if updated_at is not None and begun_at is not None and updated_at < begun_at - 1.0:
         updated_at = None
@@ -199,7 +198,7 @@ def _last_seen_at(
 
 
 def _latest(times: Sequence[float | None], now_s: float) -> float | None:
-    # A moment in the future is that of a fast clock: it counts, as now, only where it is alone.
+    # A time in the future comes from a fast clock. It counts as now, if it is the only time.
     known = [at for at in times if at is not None]
     past = [at for at in known if at <= now_s + _FAST_S]
     return min(max(past), now_s) if past else now_s if known else None
@@ -213,9 +212,9 @@ def _modified_at(path: Path) -> float | None:
 
 
 def script_of(run_dir: RunDir) -> str | None:
-    """The user's own training script; None where the built-in trainer runs."""
+    """The user's training script, or None for the built-in trainer."""
     status = read_record(run_dir.status)
-    if status is None:  # its ranks have not begun
+    if status is None:  # its ranks have not started
         from isles.run.resolved import read_resolved  # slow to import, and agents do not need it
 
         with suppress(OSError, UserError, ValueError):

@@ -23,7 +23,7 @@ StopKind = Literal["save", "interrupt", "now"]
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:
-    """A stop that somebody has asked for, on whatever machine; `at`: seconds since the epoch."""
+    """A stop request from any machine. `at`: seconds since the epoch."""
 
     kind: StopKind
     by: str
@@ -31,10 +31,10 @@ class StopRequest:
 
 
 def request_stop(attempt: Attempt, kind: StopKind) -> None:
-    """Ask an attempt to stop; a stronger request (now) replaces a weaker one, never the reverse.
+    """Ask an attempt to stop; a stronger request (now) replaces a weaker one, but not the reverse.
 
     Raises:
-        OSError: the attempt's folder cannot be written, or is a link, perhaps to another run.
+        OSError: the attempt's folder is not writable, or is a link, perhaps to another run.
     """
     if attempt.path.is_symlink() or attempt.path.parent.is_symlink():
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(attempt.path))
@@ -46,7 +46,7 @@ def request_stop(attempt: Attempt, kind: StopKind) -> None:
 
 
 def read_stop_request(attempt: Attempt) -> StopRequest | None:
-    """The stop request of an attempt; None while there is none."""
+    """The stop request of an attempt, or None."""
     record = read_record(attempt.stop_request)
     if record is None or record.get("kind") not in ("save", "interrupt", "now"):
         return None
@@ -54,31 +54,31 @@ def read_stop_request(attempt: Attempt) -> StopRequest | None:
 
 
 def send_signal(process: ProcessId, signum: signal.Signals, *, to_group: bool = False) -> bool:
-    """Send a signal to one process of this host; False where it has ended.
+    """Send a signal to one process of this host. Returns False if it has ended.
 
     Args:
-        to_group: also to the process group, if it leads one.
+        to_group: also send it to the process group, if the process leads one.
 
     Raises:
-        UserError: another user owns the process, or the record that names it.
+        UserError: another user owns the process or its record.
     """
     if not (process.is_here() and process.is_alive()):
         return False
     if not process.is_own:
         raise UserError(
-            f"only a record of another user names process {process.pid}",
+            f"process {process.pid} is only in a record of another user",
             where=f"host {process.host}",
             fix="ask the user who started the run, or the administrator",
             id="run.foreign",
         )
     try:
-        # A process that leads no group of its own was started by hand: only itself then.
+        # A process that leads no group was started manually, so signal only the process.
         if to_group and os.getpgid(process.pid) == process.pid:
             os.killpg(process.pid, signum)
         else:
             psutil.Process(process.pid).send_signal(signum)
     except (psutil.NoSuchProcess, ProcessLookupError):
-        return False  # it ended between the look and the signal
+        return False  # it ended between the check and the signal
     except (psutil.AccessDenied, PermissionError) as error:
         raise UserError(
             f"process {process.pid} belongs to another user",
@@ -89,5 +89,5 @@ def send_signal(process: ProcessId, signum: signal.Signals, *, to_group: bool = 
 
 
 def kill_now(process: ProcessId) -> bool:
-    """End a process, and the group that it leads, at once; as `send_signal`."""
+    """Kill a process and its group immediately. See `send_signal`."""
     return send_signal(process, signal.SIGKILL, to_group=True)

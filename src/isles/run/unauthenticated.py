@@ -1,4 +1,4 @@
-"""Limits for connections that have not shown the run's token yet: their number and their time."""
+"""Limits for the number and time of connections without the run's token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WITHIN_S = 10.0
 
 
 def network(address: object) -> str:
-    """Whose an address is: an IPv6 site has 2^64 of them."""
+    """Owner of an address, as an IPv6 site has 2^64 addresses."""
     try:
         found = ipaddress.ip_address(str(address).partition("%")[0])
     except ValueError:
@@ -29,10 +29,10 @@ def network(address: object) -> str:
 class Unauthenticated(Generic[C]):
     """Unauthenticated connections of one server, by address. Any thread may call.
 
-    An address has few of them, so no single address can push out connections of others.
+    Each address has a low limit, so no single address can displace connections of others.
 
     Args:
-        end: ends a connection; called for one above a limit, and by `look`.
+        end: ends a connection. Called for a connection above a limit, and by `look`.
         most: connections that may wait at a time.
         most_each: connections of one address that may wait at a time.
         within_s: time in which a connection must show its token, seconds.
@@ -51,11 +51,12 @@ class Unauthenticated(Generic[C]):
         self._end, self._most, self._most_each = end, most, most_each
         self._within_s, self._clock = within_s, clock
         self._owners: dict[C, str] = {}
-        self._since: dict[str, dict[C, float]] = {}  # by owner, the oldest first
+        self._since: dict[str, dict[C, float]] = {}  # by owner, oldest first
         self._lock = threading.Lock()
 
     def add(self, connection: C, address: object) -> None:
-        """Add a new connection; above a limit, end the oldest of the address that has the most."""
+        """Add a connection. Above a limit, end the oldest connection of the address with the
+        most."""
         owner, oldest = network(address), None
         with self._lock:
             self._owners[connection] = owner
@@ -70,7 +71,8 @@ class Unauthenticated(Generic[C]):
             self._end(oldest)
 
     def forget(self, connection: C) -> bool:
-        """Remove a connection: it has shown its token or closed. Returns whether it was waiting."""
+        """Remove a connection that has shown its token or closed. Returns whether it was
+        waiting."""
         with self._lock:
             return self._remove(connection)
 

@@ -1,8 +1,8 @@
-"""Whole checkpoints on their way to object storage, in threads beside the training.
+"""Upload of complete checkpoints to object storage, in threads next to the training.
 
-The newest checkpoint goes first, so that a slow bucket has the newest it can; older ones follow
-when there is time, as long as they are on the disk. `RUN/remote.json` keeps which files of a
-checkpoint have arrived, so that a restart does not send them again.
+The newest checkpoint goes first, so that a slow bucket stays as up to date as possible. Older
+checkpoints on the disk follow if there is time. `RUN/remote.json` lists the uploaded files of a
+checkpoint, so that a restart does not send them again.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from isles.run.records import MAX_LIST_BYTES, read_record, write_record
 log = logging.getLogger(__name__)
 
 _QUIET_S = 30.0
-"""A bucket that does not answer for so long is worth a line."""
+"""Time without a response of the bucket before isles logs a line."""
 
 _GIVE_UP_S, _REFUSED_S = 60.0, 5.0
-"""At the end of a run, longest wait in which nothing moves; the second where it is refused."""
+"""At the end of a run, longest wait without progress. The second is for a refused upload."""
 
 _FIRST_RETRY_S, _LAST_RETRY_S, _CLOSING_RETRY_S = 1.0, 60.0, 5.0
 
@@ -52,12 +52,12 @@ Note = Callable[[str], object]
 
 
 class Uploader:
-    """Sends the checkpoints of a run. On rank 0, or in `isles checkpoint push`.
+    """Sends the checkpoints of a run, on rank 0 or in `isles checkpoint push`.
 
     Args:
-        keep: so many of the newest stay there.
+        keep: number of newest checkpoints to keep in the bucket.
         note: takes lines for the user, from any thread.
-        typed: what is typed to mean the run.
+        typed: the name of the run for a command.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class Uploader:
         self.copy, self._run_dir, self._keep = copy, run_dir, keep
         self._note, self._typed = note, typed or run_dir.name
         self.sending: int | None = None
-        """The step of the checkpoint that is read just now."""
+        """The step of the checkpoint that is being read."""
         self.newest: int | None = None
-        """The newest step that is there."""
+        """The newest step in the bucket."""
         self.moved_at = time.monotonic()
         self._detail = ""
         self._owner: Owner | None = None
@@ -86,8 +86,8 @@ class Uploader:
         """Become the owner of the copy.
 
         Raises:
-            UserError: a machine that is alive writes there.
-            StoreError, TimeoutError: the bucket does not answer; `start` tries again.
+            UserError: another live machine writes to it.
+            StoreError, TimeoutError: the bucket does not respond. `start` tries again.
         """
         known = read_record(self._run_dir.remote) or {}
         if known.get("url") != self.copy.url:
@@ -95,12 +95,12 @@ class Uploader:
         before = known.get("owner")
         self._owner = take(self.copy, before, report, pause)
         if before != self._owner.number - 1:
-            known.pop("sent", None)  # another may have written over them
+            known.pop("sent", None)  # another machine may have replaced them
         self._record = {**known, "owner": self._owner.number}
         self._keep_record()
 
     def start(self) -> None:
-        """Begin to send, in threads that end with the process."""
+        """Start to send, in threads that end with the process."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -108,28 +108,28 @@ class Uploader:
             threading.Thread(target=work, name=name, daemon=True).start()
 
     def look(self) -> None:
-        """There is a new checkpoint. Any thread may call this."""
+        """Announce a new checkpoint. Any thread may call this."""
         self._wake.set()
 
     def forget_after(self, step: int) -> None:
-        """Delete what lies there of steps after this one: they are done again."""
+        """Delete checkpoints in the bucket after this step, which the run repeats."""
         with self._changing:
             self._record["forget_after"] = step
             self._keep_record()
         self._wake.set()
 
     def waiting(self) -> list[int]:
-        """Steps of the whole checkpoints on the disk that are not there, oldest first."""
+        """Steps of complete checkpoints on the disk that are not in the bucket, oldest first."""
         return [info.step for info in self._missing()]
 
     def finish(self, report: Note, *, extra: tuple[str, ...] = ()) -> list[str]:
-        """Send what is left, and end; what is not there then, in words.
+        """Send the rest, and end. Returns a text about missing files.
 
-        Waits as long as bytes move, or the bucket may be back in a moment.
+        Waits while bytes move, or while the bucket may recover.
 
         Args:
-            report: takes lines about how far it is.
-            extra: files and folders of the run directory that go there last.
+            report: takes lines about the progress.
+            extra: files and folders of the run directory to send last.
         """
         self._final = extra
         self.moved_at = time.monotonic()
@@ -139,26 +139,26 @@ class Uploader:
         while not self._over.wait(2.0):
             report(f"{self.copy.url}: {self._detail or self._trouble or 'the last checkpoint'}")
             limit_s = _REFUSED_S if self._is_refused else _GIVE_UP_S
-            failing_since = self._failing_since  # each try moves bytes, too
+            failing_since = self._failing_since  # each try also moves bytes
             fails = failing_since and time.time() - max(failing_since, began_at) > limit_s
             if fails or time.monotonic() - self.moved_at > _GIVE_UP_S:
-                self._trouble = self._trouble or "it takes nothing any more"
+                self._trouble = self._trouble or "it accepts no more data"
                 break
         left = [f"step {step}" for step in self.waiting()]
         left += [name for name in self._final if (self._run_dir.path / name).exists()]
         if not left:
             return []
         return [
-            f"not at {self.copy.url}: {', '.join(left)} ({self._trouble or 'taken over'}); "
-            f"`isles checkpoint push {self._typed}` sends what is missing"
+            f"not at {self.copy.url}: {', '.join(left)} ({self._trouble or 'taken over'}). Send "
+            f"the rest with `isles checkpoint push {self._typed}`"
         ]
 
     def close(self) -> None:
-        """End, and leave what is not sent to the next start of this run directory."""
+        """End, and leave the rest to the next attempt of this run directory."""
         self._is_lost = True
         self._wake.set()
 
-    # In the threads.
+    # Methods of the threads.
 
     def _send_all(self) -> None:
         retry_s = _FIRST_RETRY_S
@@ -175,9 +175,9 @@ class Uploader:
                     self._wake.clear()
             except (TakenOver, UserError) as error:
                 self._lose(error)
-            except Exception as error:  # of the bucket's driver; training goes on
+            except Exception as error:  # any driver error: training must continue
                 self._failed(error)
-                # Not woken by a new checkpoint: saves may come by the second.
+                # A new checkpoint does not wake it, as a run may save every second.
                 began = time.monotonic()
                 while not self._is_lost:
                     limit_s = retry_s if self._final is None else min(retry_s, _CLOSING_RETRY_S)
@@ -189,26 +189,26 @@ class Uploader:
         self._over.set()
 
     def _beat(self) -> None:
-        # Also the clock by which an upload that hangs is noticed.
+        # Also detects an upload that hangs.
         while not self._over.wait(BEAT_S) and not self._is_lost:
             try:
                 if self._owner is not None:
-                    within(ANSWER_S, self._owner.beat, f"{self.copy.url} to take a few bytes")
+                    within(ANSWER_S, self._owner.beat, f"{self.copy.url} to accept a few bytes")
             except TakenOver as error:
                 self._lose(error)
             except Exception as error:
                 self._failed(error)
             if self.sending is not None and time.monotonic() - self.moved_at > _GIVE_UP_S:
-                self._failed(TimeoutError("nothing has moved for a minute"))
+                self._failed(TimeoutError("no progress for a minute"))
 
     def _send_next(self) -> bool:
-        # One checkpoint, or what keeps the copy small; False where nothing is left to do.
+        # Send one checkpoint, or delete old ones. Returns False if nothing is left to do.
         if self._owner is None:
             self.take(log.info)
         if self._there is None:
             found = {step: self.copy.manifest(step) for step in self.copy.steps()}
             self._there = {s: manifest.files for s, manifest in found.items() if manifest}
-            self.copy.store.delete(["summary.json"])  # it says that the run is over
+            self.copy.store.delete(["summary.json"])  # it marks the run as finished
             self.copy.delete_parts(str(self._record.get("sent", {}).get("name", "")))
         self._forget()
         missing = self._missing()
@@ -237,7 +237,7 @@ class Uploader:
             here = self._run_dir.checkpoints / checkpoint_name(later)
             with suppress(Exception):
                 if read_checkpoint(here).manifest.files == self._there[later]:
-                    continue  # done again since, and as before
+                    continue  # repeated since, with the same result
             self.copy.delete_checkpoint(later)
             del self._there[later]
         with self._changing:
@@ -252,11 +252,11 @@ class Uploader:
             del self._there[step]
 
     def _send(self, info: CheckpointInfo) -> None:
-        # The files, then what else goes on with the run, and the manifest when all are there.
+        # Send the files, then the other records for resuming, and the manifest after all of them.
         assert self._there is not None and self._owner is not None
         name, files = info.path.name, info.manifest.files
         if self._there.pop(info.step, None) is not None:
-            self.copy.delete_checkpoint(info.step)  # of the same step, before it was done again
+            self.copy.delete_checkpoint(info.step)  # of the same step, before its repetition
         self.sending, self.moved_at = info.step, time.monotonic()
         began = self.moved_at
         try:
@@ -264,17 +264,17 @@ class Uploader:
             self.copy.send_records(self._run_dir)
             text = (info.path / MANIFEST).read_bytes()
             if read_record(info.path / MANIFEST, MAX_LIST_BYTES) != info.manifest.record:
-                return  # saved anew meanwhile
+                return  # saved again in the meantime
             self._owner.beat()
             self.copy.store.write(f"checkpoints/{name}/{MANIFEST}", text)
         except FileNotFoundError:
-            log.info("remote step=%d is not on this disk any more", info.step)
+            log.info("remote step=%d is no longer on this disk", info.step)
             self.copy.delete_checkpoint(info.step)
             return
         except _Changed as error:
             if read_record(info.path / MANIFEST, MAX_LIST_BYTES) == info.manifest.record:
                 self._broken.add(info.step)
-                self._note(f"{error}; it is not sent to {self.copy.url}")
+                self._note(f"{error}. isles does not send it to {self.copy.url}")
             return
         finally:
             self.sending, self._detail = None, ""
@@ -303,13 +303,13 @@ class Uploader:
         def send(file: str) -> None:
             expected = files[file]
             if (sent["files"].get(file), there.get(file)) == (expected.sha256, expected.size):
-                log.info("remote file=%s/%s is there already", name, file)
+                log.info("remote file=%s/%s is already in the bucket", name, file)
                 moved(expected.size)
                 return
             if self._is_lost:
                 raise TakenOver(self._trouble)
             if self.copy.store.send(info.path / file, f"{folder}/{file}", moved) != expected.sha256:
-                raise _Changed(f"{name}: the bytes of {file} are not those that were saved")
+                raise _Changed(f"{name}: {file} has changed since the save")
             with self._changing:
                 sent["files"][file] = expected.sha256
                 self._record["sent"] = sent
@@ -319,7 +319,7 @@ class Uploader:
             list(threads.map(send, files))
 
     def _end(self) -> None:
-        # What is left of a run that is over: the export, its figures, the right to write.
+        # The rest of a finished run: the export, its summary, the ownership.
         assert self._final is not None and self._owner is not None
         for name in self._final:
             self._send_tree(name)
@@ -341,19 +341,19 @@ class Uploader:
         self.copy.store.delete(place for place in stale if place not in names)
 
     def _keep_record(self) -> None:
-        with suppress(OSError):  # a full disk: then files are sent twice
+        with suppress(OSError):  # on a full disk, isles sends files twice
             write_record(self._run_dir.remote, self._record, durable=False)
 
-    # What goes wrong.
+    # Errors.
 
     def _lose(self, error: TakenOver | UserError) -> None:
         if not self._is_lost:
             self._is_lost = True
-            self._trouble = error.what if isinstance(error, UserError) else f"{error} writes there"
+            self._trouble = error.what if isinstance(error, UserError) else f"{error} writes to it"
             self._note(
-                f"{self._trouble}: it has taken over {self.copy.url} while this machine did not "
-                "reach it; nothing more is sent from here, and training goes on with checkpoints "
-                "on the disk"
+                f"another machine has taken over {self.copy.url} ({self._trouble}) while this "
+                "machine did not reach it. isles sends nothing more from this machine, and "
+                "training continues with checkpoints on the disk"
             )
 
     def _failed(self, error: Exception) -> None:
@@ -369,17 +369,17 @@ class Uploader:
         waiting = self.waiting()
         steps = f" ({', '.join(map(str, waiting))})" if waiting else ""
         self._note(
-            f"since {since} {self.copy.url} {self._trouble}; training goes on, "
-            f"{len(waiting)} checkpoint{'s' * (len(waiting) != 1)} on the disk wait for it{steps}"
+            f"since {since} {self.copy.url} {self._trouble}. Training continues, with "
+            f"{len(waiting)} checkpoint{'s' * (len(waiting) != 1)} on the disk to upload{steps}"
         )
 
     def _worked(self) -> None:
         if self._is_noted and self._failing_since is not None:
             passed = format_duration(time.time() - self._failing_since)
-            self._note(f"{self.copy.url} takes checkpoints again, after {passed}")
+            self._note(f"{self.copy.url} accepts checkpoints again, after {passed}")
         self._failing_since, self._is_noted, self._trouble = None, False, ""
         self._is_refused = False
 
 
 class _Changed(Exception):
-    """A file is not what the manifest says."""
+    """A file differs from the manifest."""

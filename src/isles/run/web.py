@@ -1,8 +1,8 @@
-"""Requests over HTTP without packages, to somebody who may be anybody.
+"""HTTP requests without packages, to untrusted servers.
 
 An answer has a limit of bytes and of time, and cannot redirect to another address: a request
 carries a token, and the other address may be a service of this machine. `outer/client/http.py` has
-the same limits for a cluster that asks its hub.
+the same limits for requests of a cluster to its hub.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HOPS = 5
 
 @dataclass(frozen=True, slots=True)
 class WebAnswer:
-    """An answer of any status, a refusal too."""
+    """An answer of any status, including refusals."""
 
     status: int
     headers: Message
@@ -38,7 +38,7 @@ class WebAnswer:
 
 
 def ask_url(request: Request, timeout_s: float, most_bytes: int = MOST_BYTES) -> WebAnswer:
-    """Send a request by http or https, through the proxy that the environment names.
+    """Send a request by http or https, through the proxy in the environment.
 
     A GET follows a redirect only to the same scheme, host and port.
 
@@ -68,7 +68,7 @@ def read_answer(
     """The body of an answer, which may take ten times `timeout_s` in all.
 
     Raises:
-        OSError, HTTPException: it ends early, is too long or takes too long.
+        OSError, HTTPException: it ends early, is too long or takes too much time.
     """
     body, end = bytearray(), time.monotonic() + _PARTS * timeout_s
     while part := answer.read1(_PART_BYTES):

@@ -1,6 +1,6 @@
-"""DeepSpeed's JSON: a user's own is read and compared with the run file, and one is written.
+"""DeepSpeed's JSON: reads a user's file, compares it with the run file, and makes the settings.
 
-Which keys there are, and which of them say the same as a key of the run file: deepspeed.yaml.
+deepspeed.yaml lists the keys, and the equal keys of the run file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from isles.config.yaml import KeyPath, parse_yaml, read_text, scan_yaml
 from isles.errors import ConfigError, MissingDependencyError, not_installed
 
 Json = dict[str, Any]
-"""What a JSON file holds: DeepSpeed's own names and types."""
+"""Content of a JSON file, with DeepSpeed's names and types."""
 
 AUTO = "auto"
 _FILE_KEY = "strategy.config_file"
@@ -33,14 +33,14 @@ _ACCUMULATION = "gradient_accumulation_steps"
 
 @cache
 def deepspeed_keys() -> Json:
-    """deepspeed.yaml as it is."""
+    """The content of deepspeed.yaml."""
     entry = resources.files("isles.config.interop") / "deepspeed.yaml"
     return parse_yaml(entry.read_text(encoding="utf-8"), entry.name).value
 
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedFile:
-    """A DeepSpeed JSON as it is, with the line of every key."""
+    """The content of a DeepSpeed JSON, with the line of every key."""
 
     path: Path
     data: Json
@@ -61,7 +61,8 @@ class DeepSpeedFile:
         return value
 
     def section(self, key: str) -> Json:
-        """The section of a dotted key, the whole file for an empty one; empty where it is none."""
+        """The section of a dotted key, or the whole file for an empty key. Empty if it is not a
+        section."""
         value = self.get(key) if key else self.data
         return value if isinstance(value, dict) else {}
 
@@ -69,28 +70,28 @@ class DeepSpeedFile:
 def read_deepspeed_file(path: Path) -> DeepSpeedFile:
     """Read a DeepSpeed JSON.
 
-    ConfigError: it cannot be read, or is no JSON object; with the line.
+    ConfigError: it is not readable, or not a JSON object. The error has the line.
     """
-    hint = "strategy.config_file names a DeepSpeed JSON, from where isles is called"
+    hint = "set strategy.config_file to a DeepSpeed JSON, relative to the current folder"
     text = read_text(path, "DeepSpeed file", hint)
     try:
-        # JSON is YAML, save for tabs between tokens, and our YAML knows its lines.
+        # JSON is YAML except for tabs between tokens, and our YAML reader has line numbers.
         document, errors = scan_yaml(text.replace("\t", " "), str(path))
     except ConfigError as error:
         errors = [error]
     if errors:
-        what = f"no JSON object with DeepSpeed's keys: {errors[0].what}"
-        raise ConfigError(what, where=errors[0].where, fix="mend it there")
+        what = f"not a JSON object with DeepSpeed's keys: {errors[0].what}"
+        raise ConfigError(what, where=errors[0].where, fix="correct the JSON file")
     return DeepSpeedFile(path, document.value, document.lines)
 
 
 def missing_deepspeed() -> MissingDependencyError | None:
-    """The error to raise where DeepSpeed is not installed; imports nothing."""
+    """The error to raise if DeepSpeed is not installed. Imports nothing."""
     return not_installed("deepspeed", "strategy deepspeed", "strategy.kind", "deepspeed")
 
 
 def check_start(config: RunConfig, world_size: int) -> None:
-    """Refuse a start without DeepSpeed, or with another accumulation, before a rank does."""
+    """Refuse a start without DeepSpeed, or with a different accumulation, before a rank does."""
     if isinstance(config.strategy, DeepSpeedStrategyConfig):
         if error := missing_deepspeed():
             raise error
@@ -98,7 +99,7 @@ def check_start(config: RunConfig, world_size: int) -> None:
 
 
 def check_accumulation(config: RunConfig, strategy: StrategyConfig, world_size: int) -> None:
-    """Refuse a DeepSpeed file whose accumulation is not that of so many ranks; ConfigError.
+    """Refuse a DeepSpeed file with a wrong accumulation for `world_size` ranks. ConfigError.
 
     A resolved strategy other than DeepSpeed has no file.
     """
@@ -113,18 +114,18 @@ def check_accumulation(config: RunConfig, strategy: StrategyConfig, world_size: 
     if steps != wanted:
         raise ConfigError(
             f"it is {wanted}, and global_batch_size {rows} over {world_size} "
-            f"rank{'s' if world_size > 1 else ''} of micro_batch_size {micro} makes {steps}",
+            f"rank{'s' if world_size > 1 else ''} of micro_batch_size {micro} gives {steps}",
             where=file.where(_ACCUMULATION),
-            fix=f'write "auto" there, or global_batch_size: {wanted * micro * world_size} in the '
-            "run file",
+            fix=f'write "auto" in the JSON file, or set global_batch_size: '
+            f"{wanted * micro * world_size} in the run file",
             id="config.batch",
         )
 
 
 def deepspeed_file_issues(path: Path, config: RunConfig) -> list[Issue]:
-    """Every contradiction between a DeepSpeed JSON and the run file that names it.
+    """Every contradiction between a run file and its DeepSpeed JSON.
 
-    What has its default in `strategy` is the JSON's to say.
+    The JSON may set keys with default values in `strategy`.
     """
     assert isinstance(config.strategy, DeepSpeedStrategyConfig)
     try:
@@ -144,11 +145,11 @@ def deepspeed_file_issues(path: Path, config: RunConfig) -> list[Issue]:
 
 
 _Found = Iterator[tuple[str, str, str, str]]
-"""Key in the JSON, what is wrong with it, the fix, and the key of the run file if there is one."""
+"""Key in the JSON, the problem, the fix, and the key of the run file, or empty."""
 
 
 def _unknown_keys(file: DeepSpeedFile) -> _Found:
-    # Keys that DeepSpeed does not have, or that are not for it to say.
+    # Keys that DeepSpeed does not have, or that belong in the run file.
     table = deepspeed_keys()
     for section, names in table["known"].items():
         value = file.get(section) if section else file.data
@@ -169,10 +170,10 @@ def _unknown_keys(file: DeepSpeedFile) -> _Found:
         for name, inner in value.items():
             key = f"{section}.{name}" if section else name
             if name in fixes and not _is_off(inner):
-                yield key, "is not DeepSpeed's to say here", fixes[name], ""
+                yield key, "is not supported by isles", fixes[name], ""
             elif name not in known and name not in fixes:
-                what, fix = "is no key of DeepSpeed", _nearest(name, {*known, *fixes})
-                if section.endswith(".params"):  # types of other versions have keys of their own
+                what, fix = "is not a key of DeepSpeed", _nearest(name, {*known, *fixes})
+                if section.endswith(".params"):  # types of other versions have other keys
                     what, other = "is not a key that isles uses", fix
                     fix = "delete it to train without it" if other == "delete it" else other
                 yield key, what, fix, ""
@@ -185,7 +186,7 @@ def _is_off(value: object) -> bool:
 
 
 def _kind_of(file: DeepSpeedFile, section: str) -> str:
-    # The kind of the run file for the type of an optimizer or scheduler; empty: there is none.
+    # The kind of the run file for the type of an optimizer or scheduler, or empty.
     given = str(file.get(f"{section}.type", AUTO)).lower()
     kinds: dict[str, str] = deepspeed_keys()[f"{section}s"]
     return next((kind for kind, types in kinds.items() if given in types.lower().split()), "")
@@ -201,7 +202,7 @@ def _foreign_params(file: DeepSpeedFile) -> list[str]:
 
 
 def _other_values(file: DeepSpeedFile, config: RunConfig) -> _Found:
-    # Values that are neither `auto`, nor absent, nor what the run file says.
+    # Values that are neither `auto`, nor absent, nor equal to the run file.
     table, strategy = deepspeed_keys(), config.strategy
     for key, run_keys in table["same"].items():
         value, names = file.get(key, AUTO), run_keys.split()
@@ -214,9 +215,9 @@ def _other_values(file: DeepSpeedFile, config: RunConfig) -> _Found:
         same_type = isinstance(value, bool) == isinstance(expected, bool)
         if value == AUTO or (value == expected and same_type) or (value == 0 and expected is None):
             continue
-        # A clipping of 0 is none in DeepSpeed.
+        # In DeepSpeed, 0 disables clipping.
         meant = None if (key, value) == ("gradient_clipping", 0) else value
-        fix = f'write "auto" there, or {name}: {show_value(meant)} in the run file'
+        fix = f'write "auto" in the JSON file, or {name}: {show_value(meant)} in the run file'
         yield (
             key,
             f"is {show_value(value)}, and {names[0]} is {show_value(expected)}",
@@ -231,16 +232,16 @@ def _other_values(file: DeepSpeedFile, config: RunConfig) -> _Found:
             if not _is_other_if_absent(key, wanted):
                 fix += ", or delete it"
             yield key, f"is {show_value(value)}, and {why}", fix, ""
-    # Where both are numbers, the ranks must be known as well: see `check_accumulation`.
+    # If both are numbers, the check needs the number of ranks: see `check_accumulation`.
     steps, run_key = file.get(_ACCUMULATION, AUTO), "training.micro_batch_size"
     if steps != AUTO and not isinstance(config.at(run_key), int):
-        what = f"is {show_value(steps)}, and {run_key}, from which it follows, is no number"
-        fix = 'write "auto" there, or a number for micro_batch_size in the run file'
+        what = f"is {show_value(steps)}, and depends on {run_key}, which is not a number"
+        fix = 'write "auto" in the JSON file, or a number for micro_batch_size in the run file'
         yield _ACCUMULATION, what, fix, run_key
 
 
 def _run_value(config: RunConfig, names: Sequence[str]) -> object:
-    # The value of the run file for keys of a DeepSpeed JSON that mean the same.
+    # The value of the run file for equal keys of a DeepSpeed JSON.
     training = config.training
     if names[0] == "training.warmup_steps" and training.max_steps is not None:
         return warmup_in_steps(training, training.max_steps)
@@ -283,22 +284,22 @@ def deepspeed_notes(config: RunConfig) -> list[str]:
 
 
 def _other_kinds(file: DeepSpeedFile, config: RunConfig) -> _Found:
-    # Another precision, optimizer or scheduler than the run file's.
+    # A precision, optimizer or scheduler that differs from the run file's.
     table, precision = deepspeed_keys(), config.training.precision
     for name in ("bf16", "bfloat16", "fp16"):
         mixed = "fp16-mixed" if name == "fp16" else "bf16-mixed"
         enabled = file.get(f"{name}.enabled", AUTO)
         if enabled != AUTO and enabled is not (precision == mixed):
             what = f"is {show_value(enabled)}, and training.precision is {precision}"
-            fix = f'write "auto" there, or precision: {mixed if enabled else "32-true"} in the run '
-            fix += "file"
+            fix = 'write "auto" in the JSON file, or '
+            fix += f"precision: {mixed if enabled else '32-true'} in the run file"
             yield f"{name}.enabled", what, fix, "training.precision"
     for section, run_key in table["types"].items():
         kind, wanted, ours = file.get(f"{section}.type", AUTO), config.at(run_key), ""
         if kind != AUTO and (ours := _kind_of(file, section)) != wanted:
             name = run_key.rpartition(".")[2]
             if ours:
-                fix = f'write "auto" there, or {name}: {ours} in the run file'
+                fix = f'write "auto" in the JSON file, or {name}: {ours} in the run file'
             else:
                 kinds = ", ".join(get_args(TrainingConfig.model_fields[name].annotation))
                 fix = (
@@ -310,14 +311,14 @@ def _other_kinds(file: DeepSpeedFile, config: RunConfig) -> _Found:
         low = config.training.min_lr_ratio
         if section == "scheduler" and ours == wanted == "linear" and low:
             what = f"is {kind}, which falls to 0, and training.min_lr_ratio is {show_value(low)}"
-            fix = 'write "auto" there, or min_lr_ratio: 0 in the run file'
+            fix = 'write "auto" in the JSON file, or min_lr_ratio: 0 in the run file'
             yield f"{section}.type", what, fix, "training.min_lr_ratio"
 
 
 def offload_issues(
     strategy: DeepSpeedStrategyConfig, file: DeepSpeedFile | None = None
 ) -> Iterator[Issue]:
-    """What a strategy, and its file where it has one, would offload and cannot."""
+    """Impossible offloads of a strategy and its file."""
     zero = _zero(file.section(_ZERO) if file else {}, strategy)
     keys = (_FILE_KEY,) if file else ()
     for name in _OFFLOADS:
@@ -329,15 +330,14 @@ def offload_issues(
         if needs_stage_3 and zero["stage"] != 3:
             yield Issue(
                 (f"strategy.{name}", "strategy.zero_stage", *keys),
-                f"{at}{name} {device} works with ZeRO stage 3 only, and zero_stage is "
-                f"{zero['stage']}",
+                f"{at}{name} {device} needs ZeRO stage 3, and zero_stage is {zero['stage']}",
                 f"use zero_stage: 3, or {name}: {'cpu' if name == 'offload_optimizer' else 'none'}",
             )
         if device == "nvme" and not zero[name].get("nvme_path"):
             yield Issue(
                 (f"strategy.{name}", *keys),
-                f"{at}{name} nvme needs a folder on that disk",
-                "add nvme_path: with a folder on a fast disk of every node",
+                f"{at}{name} nvme needs a folder on an NVMe disk",
+                "set nvme_path to a folder on a fast disk of every node",
             )
 
 
@@ -347,12 +347,11 @@ def _nearest(name: str, known: Collection[str]) -> str:
 
 
 def deepspeed_settings(config: RunConfig, strategy: DeepSpeedStrategyConfig) -> Json:
-    """What DeepSpeed is started with, nothing left on `auto`.
+    """DeepSpeed's settings, without `auto`.
 
-    A file's own values stay; what it leaves out or on `auto` comes from the run file, and where
-    that says nothing, from DeepSpeed's defaults. isles counts micro-batches, makes the optimizer
-    and sets the learning rate itself, so batch sizes here are only what DeepSpeed's own log
-    counts with.
+    The values of a file stay. Missing and `auto` values come from the run file, or else from
+    DeepSpeed's defaults. isles counts micro-batches, makes the optimizer and sets the learning rate
+    itself, so DeepSpeed uses these batch sizes only for its own log.
     """
     given: Json = {}
     if strategy.config_file is not None:
@@ -360,20 +359,20 @@ def deepspeed_settings(config: RunConfig, strategy: DeepSpeedStrategyConfig) -> 
     settings = {
         key: value
         for key, value in given.items()
-        # The run file says the same of both as these sections; isles makes them.
+        # The run file equals these sections, and isles makes both itself.
         if key not in ("optimizer", "scheduler")
         and not (isinstance(value, dict) and value.get("enabled") is False)
     }
     micro = config.training.micro_batch_size
     settings["train_micro_batch_size_per_gpu"] = micro if isinstance(micro, int) else 1
-    # DeepSpeed would divide by it; the loss is divided by the global number of tokens already.
+    # DeepSpeed would divide by it, but the loss is already divided by the global number of tokens.
     settings["gradient_accumulation_steps"] = 1
     settings.pop("train_batch_size", None)
     settings["gradient_clipping"] = config.training.max_grad_norm or 0.0
-    settings["zero_allow_untested_optimizer"] = True  # of SGD it says so; the tests hold it
+    settings["zero_allow_untested_optimizer"] = True  # for SGD, which isles tests
     settings["zero_force_ds_cpu_optimizer"] = False  # torch's fused AdamW runs on CPUs as well
     zero = settings[_ZERO] = _zero(given.get(_ZERO) or {}, strategy)
-    # It must be even, as DeepSpeed sends bf16 in words of four bytes.
+    # The size must be even, as DeepSpeed sends bf16 in words of four bytes.
     zero["allgather_bucket_size"] = -(-int(zero["allgather_bucket_size"]) // 2) * 2
     section = {"bf16-mixed": "bf16", "fp16-mixed": "fp16"}.get(config.training.precision)
     for key in ("bf16", "bfloat16", "fp16"):
@@ -383,7 +382,7 @@ def deepspeed_settings(config: RunConfig, strategy: DeepSpeedStrategyConfig) -> 
         old_name = given.get("bfloat16") if section == "bf16" else None
         settings[section] = {**(given.get(section) or old_name or {}), "enabled": True}
         if not given:
-            # Gradients are added in fp32, as the other strategies do; a file may choose otherwise.
+            # Add gradients in fp32, like the other strategies. A file may choose another type.
             settings["data_types"] = {"grad_accum_dtype": "fp32"}
             settings["communication_data_type"] = "fp32"
             if section == "fp16":  # as torch's scaler does
@@ -392,12 +391,12 @@ def deepspeed_settings(config: RunConfig, strategy: DeepSpeedStrategyConfig) -> 
 
 
 def stage_of(settings: Json) -> int:
-    """The ZeRO stage that settings ask for."""
+    """The ZeRO stage of settings."""
     return int(settings[_ZERO]["stage"])
 
 
 def resolve_stage(strategy: DeepSpeedStrategyConfig) -> int:
-    """The ZeRO stage that a strategy, or its file, asks for."""
+    """The ZeRO stage of a strategy or its file."""
     path = strategy.config_file
     given = {} if path is None else read_deepspeed_file(Path(path)).section(_ZERO)
     return int(_zero(given, strategy)["stage"])

@@ -1,4 +1,4 @@
-"""A run file as other tools take it: DeepSpeed's JSON, and `fsdp_config=` of the Trainer."""
+"""A run file in the formats of other tools: DeepSpeed's JSON, and `fsdp_config=` of the Trainer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _PARAMS = {"AdamW": "lr weight_decay betas eps", "SGD": "lr weight_decay momentu
 
 
 def deepspeed_json(loaded: Loaded, world_size: int) -> tuple[Json, list[str]]:
-    """A DeepSpeed JSON that equals the run file, for so many ranks, and what it cannot say.
+    """A DeepSpeed JSON that equals the run file, for `world_size` ranks, and notes on its limits.
 
-    Named as strategy.config_file it changes nothing. ConfigError: the strategy is another.
+    As strategy.config_file it changes nothing. ConfigError: the strategy is not deepspeed.
     """
     config = loaded.config
     strategy = config.strategy
     if not isinstance(strategy, DeepSpeedStrategyConfig):
         raise ConfigError(
-            f"the strategy is {strategy.kind}, of which there is no DeepSpeed JSON",
+            f"the strategy {strategy.kind} has no DeepSpeed JSON",
             where=loaded.where("strategy.kind"),
             fix="use --to fsdp-json, or strategy.kind=deepspeed on the command line"
             if strategy.kind == "fsdp"
@@ -34,8 +34,8 @@ def deepspeed_json(loaded: Loaded, world_size: int) -> tuple[Json, list[str]]:
     if not is_even:
         why = f"{rows} rows do not divide by {unit}" if unit else f"micro_batch_size is {micro}"
         notes.append(
-            f'batch sizes are "auto", since {why}: isles and the Hugging Face Trainer fill them '
-            "in; for DeepSpeed alone write numbers, "
+            f'batch sizes are "auto", because {why}. isles and the Hugging Face Trainer fill them '
+            "in. For DeepSpeed alone, write numbers: "
             f"train_batch_size = micro-batch x accumulation x {world_size} ranks"
         )
     settings = deepspeed_settings(config, strategy)
@@ -58,7 +58,7 @@ def _optimizer_json(config: RunConfig) -> Json:
     table = deepspeed_keys()
     kind = table["optimizers"].get(config.training.optimizer, "").partition(" ")[0]
     if kind not in _PARAMS:
-        # The rules allow no other under DeepSpeed; adamw_8bit is the user's own to make.
+        # The rules allow no other optimizer with DeepSpeed. Users make adamw_8bit themselves.
         return {}
     params: Json = {}
     for key in _PARAMS[kind].split():
@@ -70,19 +70,19 @@ def _optimizer_json(config: RunConfig) -> Json:
 
 
 def _scheduler_json(training: TrainingConfig, notes: list[str]) -> Json:
-    # The schedule, where DeepSpeed has the same one.
+    # The schedule, if DeepSpeed has an equal schedule.
     name, steps = training.lr_scheduler_type, training.max_steps
     kind = deepspeed_keys()["schedulers"].get(name)
     ends, why = name != "constant", ""
     if kind is None:
-        why = f"DeepSpeed has none for {name}"
+        why = f"DeepSpeed has no scheduler for {name}"
     elif ends and steps is None:
-        why = "the number of steps is not known"
+        why = "the number of steps is unknown"
     elif kind == "WarmupDecayLR" and training.min_lr_ratio:
         ratio = training.min_lr_ratio
         why = f"DeepSpeed's linear decay ends at 0, and min_lr_ratio is {ratio:g}"
     if why:
-        notes.append(f"there is no scheduler: {why}")
+        notes.append(f"the JSON has no scheduler: {why}")
         return {}
     params: Json = {"warmup_num_steps": warmup_in_steps(training, steps)}
     if kind == "WarmupCosineLR":
@@ -94,21 +94,21 @@ def _scheduler_json(training: TrainingConfig, notes: list[str]) -> Json:
 
 
 def fsdp_json(loaded: Loaded) -> tuple[Json, list[str]]:
-    """What TrainingArguments(fsdp=True, fsdp_config=...) takes, and notes on what it cannot say.
+    """The fsdp_config of TrainingArguments(fsdp=True, ...), and notes on its limits.
 
-    As of transformers 5. ConfigError: the strategy is not fsdp, or one without words here.
+    For transformers 5. ConfigError: the strategy is not fsdp, or has no equivalent in the JSON.
     """
     config = loaded.config
     strategy = config.strategy
     if not isinstance(strategy, FSDPStrategyConfig):
         raise ConfigError(
-            f"the strategy is {strategy.kind}, of which there is no FSDP JSON",
+            f"the strategy {strategy.kind} has no FSDP JSON",
             where=loaded.where("strategy.kind"),
             fix="use --to deepspeed-json"
             if strategy.kind == "deepspeed"
             else "add strategy.kind=fsdp to the command line",
         )
-    # What would silently become another way to hold the model is refused.
+    # Refuse keys whose omission would silently change the sharding of the model.
     key, value = next(
         (
             (key, size)
@@ -120,7 +120,7 @@ def fsdp_json(loaded: Loaded) -> tuple[Json, list[str]]:
     if value not in ("FULL_SHARD", "SHARD_GRAD_OP"):
         other = "FULL_SHARD" if key == "sharding_strategy" else 1
         raise ConfigError(
-            f"{key} {value} has no word in an FSDP JSON",
+            f"{key} {value} has no equivalent in an FSDP JSON",
             where=loaded.where(f"strategy.{key}"),
             fix=f"add strategy.{key}={other} to the command line, or use isles itself: "
             "--to torchrun",
@@ -142,7 +142,7 @@ def fsdp_json(loaded: Loaded) -> tuple[Json, list[str]]:
     if config.training.precision == "fp16-mixed":
         notes.append("training.precision fp16-mixed is TrainingArguments(fp16=True)")
     if config.training.gradient_checkpointing == "selective":
-        notes.append("gradient_checkpointing selective becomes full: there is one kind only")
+        notes.append("gradient_checkpointing selective becomes full, the only kind of the Trainer")
     if strategy.forward_prefetch or strategy.backward_prefetch:
-        notes.append("prefetching is left out: these settings have no key for it under FSDP2")
+        notes.append("isles omits prefetching, as the FSDP2 settings have no key for it")
     return data, notes

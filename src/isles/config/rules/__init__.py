@@ -1,9 +1,9 @@
-"""The rules between the keys of a run file that need nothing but the file.
+"""The rules between the keys of a run file that need only the file.
 
-Each file has the rules of some sections, as functions that yield an `Issue` for every rule that is
-broken; a rule inside one section stands in its class in `sections/`. `idle.py` is the table of keys
-that mean nothing beside the value of another. `shape.py` has the rules that need the model's
-config.json, too, and is asked by `config/files.py`. Open `training.py` first.
+Each file has the rules of some sections, as functions that yield an `Issue` for every broken rule.
+A rule within one section is in the section's class in `sections/`. `idle.py` is the table of keys
+without effect under the value of another key. `shape.py` has the rules that also need the model's
+config.json, for `config/files.py`. Open `training.py` first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from isles.config.sections.run import RunConfig
 
 
 def check_rules(config: RunConfig) -> list[Issue]:
-    """Every rule between keys that `config` breaks, as far as they need no machine to check."""
+    """Every broken rule between keys, among the rules that need no machine."""
     issues = [*script_rules(config)]
     if config.training.script is None:
         issues += [

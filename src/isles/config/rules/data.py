@@ -12,11 +12,11 @@ from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import MeshSection
 from isles.facts.models import shape_names
 
-_JOINED = "data.packing: false (a row for each document) or data.isolate_documents: false"
+_JOINED = "data.packing: false (a row per document) or data.isolate_documents: false"
 
 
 def data_rules(config: RunConfig) -> Iterator[Issue]:
-    """Every rule of what is read, and how it becomes samples, that is broken."""
+    """Every broken rule of data sources, tokenizer and samples."""
     for index, source in enumerate(config.data.sources):
         yield from _source_rules(f"data.sources.{index}", source)
     yield from _mixture_rules(config)
@@ -35,13 +35,13 @@ def _source_rules(at: str, source: SourceConfig) -> Iterator[Issue]:
         yield Issue(
             (at,),
             "this source has no path",
-            "add path: a file, a glob, a folder, a hub id, python-docs or python-stdlib",
+            "add path: a file, a glob, a folder, a Hugging Face id, python-docs or python-stdlib",
         )
     if source.type != "text" and source.text_column != "text":
         yield Issue(
             (f"{at}.text_column",),
-            f"text_column means nothing to a source of type {source.type}",
-            f"delete it; columns names the columns of {source.type} data",
+            f"text_column has no effect on a source of type {source.type}",
+            f"delete it, and name the columns of {source.type} data with columns",
         )
     if source.type not in ("chat", "instruct"):
         to = f"a source of type {source.type}"
@@ -51,17 +51,17 @@ def _source_rules(at: str, source: SourceConfig) -> Iterator[Issue]:
         if key not in known:
             yield Issue(
                 (f"{at}.columns.{key}", f"{at}.columns"),
-                f"data of type {source.type} has no {key}",
-                f"use one of: {', '.join(known)} (the name here, then the name in the data)"
+                f"data of type {source.type} has no column {key}",
+                f"use one of: {', '.join(known)} (followed by the name in your data)"
                 if known
-                else "set text_column: the name of the column with the text",
+                else "set text_column to the name of the column with the text",
             )
     question = {"instruction", "input", "output"} & set(source.columns)
     answer = {"prompt", "completion"} & set(source.columns)
     if source.type == "instruct" and question and answer:
         yield Issue(
             (f"{at}.columns",),
-            f"columns has {min(question)} and {min(answer)}, which belong to two forms of data",
+            f"columns mixes {min(question)} and {min(answer)}, which belong to two data formats",
             "keep instruction, input and output, or prompt and completion",
         )
 
@@ -72,15 +72,15 @@ def _mixture_rules(config: RunConfig) -> Iterator[Issue]:
     if fakes and len(fakes) < len(sources):
         yield Issue(
             (f"data.sources.{fakes[0]}.type",),
-            "a fake source stands among real ones",
+            "sources mixes a fake source with real sources",
             "keep the fake source alone, or delete it",
         )
     unweighted = [index for index, source in enumerate(sources) if source.weight is None]
     if unweighted and len(unweighted) < len(sources):
         yield Issue(
             (f"data.sources.{unweighted[0]}",),
-            f"source {unweighted[0] + 1} has no weight and others have",
-            "give every source a weight, or none",
+            f"source {unweighted[0] + 1} has no weight, and other sources have one",
+            "give every source a weight, or no source",
         )
     # dpo compares answers in pairs, and nothing else reads pairs.
     method = config.training.method
@@ -95,7 +95,7 @@ def _mixture_rules(config: RunConfig) -> Iterator[Issue]:
         elif method == "dpo" and source.type not in ("preference", "fake"):
             yield Issue(
                 (at, f"data.sources.{index}", "training.method"),
-                f"dpo compares two answers to a prompt, and a {source.type} source has one",
+                f"dpo compares two answers per prompt, and a {source.type} source has one",
                 "use type: preference, or training.method: causal_lm",
             )
 
@@ -108,7 +108,7 @@ def _tokenizer_rules(config: RunConfig) -> Iterator[Issue]:
     if name is not None and vocab is not None:
         yield Issue(
             (train_key, name_key),
-            f"name_or_path {name} and train_vocab_size {vocab} are two tokenizers",
+            f"name_or_path {name} and train_vocab_size {vocab} give two tokenizers",
             "keep one of them",
         )
     if vocab is not None and model.init == "pretrained":
@@ -120,35 +120,35 @@ def _tokenizer_rules(config: RunConfig) -> Iterator[Issue]:
     if vocab is not None and kinds == {"fake"}:
         yield Issue(
             (train_key, "data.sources"),
-            "there is no text to train a tokenizer on: the source is fake",
+            "a fake source has no text to train a tokenizer on",
             "delete train_vocab_size; fake token ids need no tokenizer",
         )
     if vocab is not None and "tokens" in kinds:
         index = [source.type for source in config.data.sources].index("tokens")
         yield Issue(
             (train_key, f"data.sources.{index}.type"),
-            "the token ids of the data belong to another tokenizer than one that is trained here",
-            "name that tokenizer in tokenizer.name_or_path, and delete train_vocab_size",
+            "the token ids of the data do not match a tokenizer that this run trains",
+            "set tokenizer.name_or_path to the tokenizer of the data, and delete train_vocab_size",
         )
     has_own = model.name_or_path not in shape_names() and not model.name_or_path.endswith(".json")
     if name is None and vocab is None and kinds != {"fake"} and not has_own:
         yield Issue(
             ("tokenizer", "model.name_or_path", train_key, name_key),
-            f"{model.name_or_path} comes without a tokenizer",
-            "add tokenizer: {name_or_path: ...}, the one that the token ids belong to"
+            f"{model.name_or_path} has no tokenizer",
+            "add tokenizer: {name_or_path: ...}, with the tokenizer of the token ids"
             if kinds == {"tokens"}
             else "add tokenizer: {train_vocab_size: 8192}, or tokenizer: {name_or_path: ...}",
         )
     if config.tokenizer.chat_template is not None and kinds == {"fake"}:
         yield Issue(
             ("tokenizer.chat_template", "data.sources"),
-            "there are no messages for a chat template: the source is fake",
+            "a fake source has no messages for a chat template",
             "delete chat_template",
         )
     for taken in OWN_VARIABLES & config.tokenizer.chat_template_kwargs.keys():
         yield Issue(
             (f"tokenizer.chat_template_kwargs.{taken}", "tokenizer.chat_template_kwargs"),
-            f"isles itself gives {taken} to the chat template",
+            f"isles itself sets {taken} for the chat template",
             f"delete {taken}",
         )
 
@@ -159,7 +159,7 @@ def _packing_rules(config: RunConfig) -> Iterator[Issue]:
     if data.isolate_documents:
         yield from idle_keys(config, "data")
     if not set(kinds) - {"text", "fake"}:
-        to = f"{' and '.join(kinds)}: long text is cut into samples"
+        to = f"{' and '.join(kinds)}: isles splits long text into samples"
         yield from no_effect(data, "data.too_long", to, "", "data.sources")
     if not isolates_any(data) or not isinstance(strategy, MeshSection):
         return
@@ -167,43 +167,42 @@ def _packing_rules(config: RunConfig) -> Iterator[Issue]:
     if strategy.pp_size > 1 and strategy.cp_size > 1:
         yield Issue(
             (*keys, "strategy.cp_size"),
-            f"stages of a pipeline (pp_size {strategy.pp_size}) are told of documents by their "
-            f"tokens' positions alone, and cp_size {strategy.cp_size} leaves each rank with a part "
-            "of these",
+            f"pipeline stages (pp_size {strategy.pp_size}) find documents by the positions of "
+            f"their tokens, and with cp_size {strategy.cp_size} each rank has only some positions",
             f"use {_JOINED}, or set cp_size: 1 or pp_size: 1",
         )
     if strategy.pp_size > 1 and config.model.attn_implementation == "flash_attention_2":
         yield Issue(
             (*keys, "model.attn_implementation"),
-            "flash_attention_2 must be told where each document ends, and the stages of a pipeline "
-            f"(pp_size {strategy.pp_size}) get only the positions of tokens",
+            "flash_attention_2 needs the ends of documents, and pipeline stages (pp_size "
+            f"{strategy.pp_size}) get only the positions of tokens",
             f"use attn_implementation: sdpa, {_JOINED}",
         )
 
 
 def _streaming_rules(config: RunConfig) -> Iterator[Issue]:
-    # What an endless stream, which no one has counted, does not go with.
+    # Rules of a stream: its number of samples is unknown.
     data, epochs = config.data, config.training.num_train_epochs
     if not data.streaming:
         return
     if all(source.type == "fake" for source in data.sources):
         yield Issue(
             ("data.streaming", "data.sources.0.type"),
-            "fake data is made up as it is needed: there is nothing to stream",
+            "fake data needs no streaming, as isles generates it during training",
             "delete streaming: true",
         )
         return
     if epochs is not None:
         yield Issue(
             ("training.num_train_epochs", "data.streaming"),
-            f"num_train_epochs {epochs:g} cannot be told in steps: data that streams is not "
-            "counted before",
+            f"num_train_epochs {epochs:g} has no length in steps, as isles does not count "
+            "streamed data",
             "use max_steps or max_time",
         )
     if len(data.sources) > 1 and any(source.weight is None for source in data.sources):
         yield Issue(
             ("data.sources", "data.streaming"),
-            f"how much of each of {len(data.sources)} sources is read cannot follow from their "
-            "sizes: data that streams is not counted before",
-            "give every source a weight; weight: 1 for each reads them in equal shares",
+            f"{len(data.sources)} streamed sources need weights, as isles does not know their "
+            "sizes",
+            "give every source a weight, such as weight: 1 for equal shares",
         )

@@ -1,4 +1,4 @@
-"""Keys that mean nothing beside the value of another key."""
+"""Keys without effect under the value of another key."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from isles.config.sections.run import RunConfig
 
 _QLORA = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
 
-# A key, the key that it depends on, the values of that with which it means something, and what to
-# write to have one of them.
+# A key, the key that it depends on, a test for the values with effect, and one such value.
 _NEEDS: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
     ("training.decay_steps", "training.lr_scheduler_type", lambda v: v == "wsd", ": wsd"),
     (
@@ -53,7 +52,7 @@ _NEEDS: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
 
 
 def idle_keys(config: RunConfig, *sections: str) -> Iterator[Issue]:
-    """The keys of these sections that mean nothing beside the value of another key."""
+    """The keys of these sections without effect under the value of another key."""
     for key, other, has_meaning, instead in _NEEDS:
         parent, _, name = key.rpartition(".")
         section, value = config.at(parent), config.at(other)
@@ -67,16 +66,16 @@ def idle_keys(config: RunConfig, *sections: str) -> Iterator[Issue]:
 def no_effect(
     section: Section, key: str, to: str, instead: str = "", *other_keys: str
 ) -> Iterator[Issue]:
-    """The issue of a key that has no effect beside others; none where it has its default.
+    """The issue of a key without effect. A key with its default has no issue.
 
     Args:
         key: dotted.
-        to: what makes it meaningless, with the value: `pp_size 1`.
-        instead: what to write to give it a meaning; empty: it can only be deleted.
-        other_keys: where else to report it.
+        to: the cause with its value: `pp_size 1`.
+        instead: a change that gives the key an effect, or empty if the user can only delete it.
+        other_keys: other keys that can carry the issue.
     """
     name = key.rpartition(".")[2]
     if not section.is_default(name):
-        what = f"{name} {show_value(getattr(section, name))} means nothing to {to}"
+        what = f"{name} {show_value(getattr(section, name))} has no effect with {to}"
         fix = f"delete it, or {instead}" if instead else "delete it"
         yield Issue((key, *other_keys), what, fix)

@@ -15,7 +15,7 @@ _MOST_TOPK_MOMENTUM = 0.7
 
 
 def outer_rules(config: RunConfig) -> Iterator[Issue]:
-    """Every rule about several clusters, and about their averaging, that is broken."""
+    """Every broken rule about several clusters and their averages."""
     yield from _clusters(config)
     if config.diloco is not None and config.training.script is None:
         yield from _outer_steps(config, config.diloco)
@@ -32,27 +32,27 @@ def _clusters(config: RunConfig) -> Iterator[Issue]:
         if names.index(name) < index:
             yield Issue(
                 (f"clusters.{index}.name", f"clusters.{index}", "clusters"),
-                f"clusters.{names.index(name)} is called {name}, too",
-                "give each cluster a name of its own",
+                f"clusters.{names.index(name)} also has the name {name}",
+                "give each cluster a different name",
             )
         for key in ("strategy", "balance"):
             if config.training.script is not None and getattr(config.clusters[index], key):
                 yield Issue(
                     (f"clusters.{index}.{key}",),
-                    f"{key} means nothing beside training.script, which reads no run file",
+                    f"{key} has no effect with training.script, which does not read the run file",
                     _DELETE,
                 )
     if len(config.clusters) > 1 and config.training.script is not None:
         yield Issue(
             ("clusters", "training.script"),
-            f"a script runs on one cluster, and there are {len(config.clusters)}",
-            "keep one cluster, or several nodes in one",
+            f"a script runs on one cluster, and the run file has {len(config.clusters)}",
+            "keep one cluster, which may have several nodes",
         )
     elif len(config.clusters) > 1 and config.diloco is None:
         yield Issue(
             ("outer.kind", "outer", "clusters"),
-            f"{len(config.clusters)} clusters, and nothing that makes them one run",
-            "add outer: {kind: diloco}; machines on one fast network belong into one cluster",
+            f"{len(config.clusters)} clusters need outer.kind diloco to train one model",
+            "add outer: {kind: diloco}, or put hosts on one fast network into one cluster",
         )
 
 
@@ -60,32 +60,32 @@ def _outer_steps(config: RunConfig, outer: DiLoCoConfig) -> Iterator[Issue]:
     if outer.engine == "bucket" and outer.url is None:
         yield Issue(
             ("outer.engine", "outer"),
-            "clusters of engine bucket meet in object storage, and outer.url does not say where",
-            "set outer.url: s3://BUCKET/PREFIX, the same on all sites",
+            "the engine bucket needs outer.url, a place in object storage",
+            "set outer.url: s3://BUCKET/PREFIX, the same for all clusters",
         )
     place = (outer.url or "").partition("://")[2]
     if "@" in place.partition("/")[0] or "?" in place:
         yield Issue(
             ("outer.url",),
-            "credentials do not belong into a run file",
-            "write s3://BUCKET/PREFIX only: they are found as by your provider's own tools "
-            "(AWS_PROFILE, ~/.aws, gcloud)",
+            "the address contains credentials, which do not belong in a run file",
+            "write only s3://BUCKET/PREFIX. isles finds credentials like your provider's own "
+            "tools (AWS_PROFILE, ~/.aws, gcloud)",
         )
     every, steps = outer.sync_every, config.training.max_steps
     if not isinstance(every, int):
         if isinstance(outer.wait, WaitConfig):
             yield Issue(
                 ("outer.wait", "outer.sync_every"),
-                "a cluster that contributes early takes the step's number from the schedule, which "
-                "sync_every auto leaves open",
+                "sync_every auto works only with wait: all, as early contributions need a fixed "
+                "schedule",
                 "use wait: all, or a number for sync_every",
             )
         return
     if steps is not None and every > steps:
         yield Issue(
             ("outer.sync_every", "training.max_steps", "outer"),
-            f"sync_every {every} is more than max_steps {steps}: the clusters would average once, "
-            "at the end",
+            f"sync_every {every} is more than max_steps {steps}, so the clusters would average "
+            "only once, at the end",
             f"use at most {max(1, steps // 2)}",
         )
     yield from _outer_steps_fit(outer, "sync_every", every)
@@ -95,14 +95,15 @@ def _outer_steps_fit(outer: DiLoCoConfig, key: str, every: int) -> Iterator[Issu
     if outer.fragments > every:
         yield Issue(
             ("outer.fragments", f"outer.{key}"),
-            f"{outer.fragments} fragments cannot have a round each in {key} {every} steps",
+            f"{outer.fragments} fragments do not fit {key} {every}: each fragment needs its own "
+            "step",
             f"use at most {every} fragments",
         )
     elif outer.delay >= every / outer.fragments:
         apart = every / outer.fragments
         yield Issue(
             ("outer.delay", f"outer.{key}"),
-            f"delay {outer.delay} lasts until the next round, {apart:g} steps later",
+            f"delay {outer.delay} lasts until the next round, which begins {apart:g} steps later",
             f"use less than {apart:g}, or a longer {key}",
         )
 
@@ -115,8 +116,8 @@ def _warmup(config: RunConfig, outer: DiLoCoConfig) -> Iterator[Issue]:
     if short is not None and short > every:
         yield Issue(
             ("outer.warmup_sync_every", "outer.sync_every"),
-            f"warmup_sync_every {short} is more than sync_every {every}: the first rounds are the "
-            "ones that should be short",
+            f"warmup_sync_every {short} is more than sync_every {every}, but the first rounds "
+            "should be shorter",
             f"use at most {every}",
         )
     elif short is not None:
@@ -125,8 +126,9 @@ def _warmup(config: RunConfig, outer: DiLoCoConfig) -> Iterator[Issue]:
         yield Issue(
             ("outer.warmup_rounds", "training.max_steps", "outer"),
             f"warmup_rounds {outer.warmup_rounds} last until step {ends}, and max_steps is "
-            f"{steps}: the outer optimizer would never be used",
-            "use fewer; for averages only, write lr: 1 and momentum: 0 instead",
+            f"{steps}, so the run would never use the outer optimizer",
+            "use fewer warmup_rounds. For averages only, set outer.lr: 1 and outer.momentum: 0 "
+            "instead",
         )
 
 
@@ -135,43 +137,43 @@ def _waits(outer: DiLoCoConfig) -> Iterator[Issue]:
     if not isinstance(wait, WaitConfig):
         return
     if (wait.time_boxed is None) == (wait.quorum is None):
-        both = "both time_boxed and quorum say" if wait.quorum else "neither time_boxed nor quorum"
-        says = both if wait.quorum else f"{both} says"
+        both = "both time_boxed and quorum give" if wait.quorum else "neither time_boxed nor quorum"
+        says = both if wait.quorum else f"{both} gives"
         yield Issue(
             ("outer.wait.quorum", "outer.wait"),
-            f"{says} when a round is closed",
+            f"{says} the end of a round",
             "write wait: all, or {time_boxed: 60s}, or {quorum: 2, grace: 30s}",
         )
     if wait.quorum is not None and wait.quorum < outer.min_clusters:
         yield Issue(
             ("outer.wait.quorum", "outer.min_clusters"),
             f"quorum {wait.quorum} is less than min_clusters {outer.min_clusters}",
-            "raise the one or lower the other",
+            "raise quorum, or lower min_clusters",
         )
 
 
 def _odd_values(outer: DiLoCoConfig) -> Iterator[Issue]:
-    # Keys with a value that changes nothing, or badly.
+    # Keys with a useless or harmful value.
     if outer.codec_config.kind == "topk" and outer.momentum > _MOST_TOPK_MOMENTUM:
         # SparseLoCo (arXiv:2508.15706) has the kept errors in place of a momentum; with some, but
         # less than usual, short runs learn better (`benchmarks/diloco_quality.py`).
         yield Issue(
             ("outer.momentum", "outer.codec"),
-            f"momentum {outer.momentum:g} goes badly with codec topk, which sends a number only "
-            "once it has grown: it would be stepped along again and again until it is sent anew",
-            "write momentum: 0.7 and lr: 0.9 beside codec: topk",
+            f"momentum {outer.momentum:g} is too large for codec topk: topk sends a number "
+            "rarely, and in the meantime momentum would repeat its last step",
+            "set momentum: 0.7 and lr: 0.9 with codec: topk",
         )
     if outer.public is not None and outer.hub is not None:
         yield Issue(
             ("outer.public",),
-            f"public {outer.public} is of a hub that is started with the run, and there is "
-            f"one already: {outer.hub}",
+            f"public {outer.public} is for a hub that isles starts, and this run uses the hub "
+            f"{outer.hub}",
             _DELETE,
         )
 
 
 def _not_together(config: RunConfig) -> Iterator[Issue]:
-    # What several clusters cannot do together.
+    # Settings that do not work with several clusters.
     strategies = [("strategy", config.strategy)] + [
         (f"clusters.{index}.strategy", cluster.strategy)
         for index, cluster in enumerate(config.clusters)
@@ -181,21 +183,21 @@ def _not_together(config: RunConfig) -> Iterator[Issue]:
         if isinstance(strategy, MeshSection) and strategy.pp_size > 1:
             yield Issue(
                 (f"{key}.pp_size", key),
-                f"pp_size {strategy.pp_size} does not go together with outer steps, for which "
-                "every rank of a cluster must reach every weight",
-                "use fsdp, which needs no pipeline to hold a large model, or tp_size",
+                f"pp_size {strategy.pp_size} does not work with outer steps, as every rank of a "
+                "cluster must reach every weight",
+                "use fsdp, which holds a large model without a pipeline, or use tp_size",
             )
     if config.data.streaming:
         yield Issue(
             ("data.streaming",),
-            "a stream is read forwards only, and the samples of a cluster that has gone are dealt "
-            "again to others, which are past them",
-            "use data.streaming: false: the data is prepared once on each cluster",
+            "streaming does not work with several clusters: if a cluster is lost, other clusters "
+            "must read its samples, and a stream cannot go back",
+            "set data.streaming: false. Each cluster then prepares the data once",
         )
     if config.training.num_train_epochs is not None:
         yield Issue(
             ("training.num_train_epochs",),
-            "the clusters share the samples, and how many steps of each make an epoch depends on "
-            "which of them are there",
-            "use training.max_steps: the steps of each cluster",
+            "num_train_epochs has no fixed length with several clusters: the steps of an epoch "
+            "depend on the number of connected clusters",
+            "use training.max_steps, the number of steps of each cluster",
         )

@@ -23,7 +23,7 @@ from isles.facts.models import (
 # A Hugging Face config: JSON, with values of every kind.
 Shape = Mapping[str, Any]
 
-# What older architectures call the same.
+# Names of these keys in older architectures.
 _ALIASES = {
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
@@ -40,19 +40,19 @@ _DROPOUTS = (
 _UNTOLD = frozenset(
     [("flex_attention", kind) for kind in BLIND] + [("flash_attention_2", kind) for kind in DEAF]
 )
-"""Attention that is not told of documents by these kinds of models."""
+"""Attention that gets no document boundaries from these types of models."""
 
 _TWO_STAGES = ("interleaved-1f1b", "zbv")
-_INSTEAD = "strategy: {kind: fsdp} alone cuts any model over the ranks"
+_INSTEAD = "strategy: {kind: fsdp} alone shards any model"
 
 
 def check_shape(config: RunConfig, shape: Shape) -> list[Issue]:
-    """Every rule between the run file and the model's shape that is broken.
+    """Every broken rule between the run file and the model's shape.
 
     Args:
         config: the run.
-        shape: a config.json, or `to_dict()` of a config of transformers. A key that is absent from
-            a config.json has a default that only transformers knows; its rule is not checked.
+        shape: a config.json, or `to_dict()` of a config of transformers. isles skips the rule of an
+            absent key, whose default only transformers knows.
     """
     issues = [*_length(config, shape), *_isolation(config, shape), *_long_rope(config, shape)]
     strategy = config.strategy
@@ -75,7 +75,7 @@ def _length(config: RunConfig, shape: Shape) -> Iterator[Issue]:
 
 
 def _isolation(config: RunConfig, shape: Shape) -> Iterator[Issue]:
-    # A model that does not heed where documents begin would train on all before them.
+    # A model that ignores the start of documents would train on all documents before.
     kind = shape.get("model_type")
     if kind is None or not isolates_any(config.data):
         return
@@ -83,16 +83,16 @@ def _isolation(config: RunConfig, shape: Shape) -> Iterator[Issue]:
         reason = REASONS["isolate_documents"].get(kind)
         yield Issue(
             ("data.isolate_documents", "data.packing", "model.name_or_path"),
-            f"documents that share a sample are not known to be kept apart by model_type {kind}"
+            f"isles cannot isolate the documents of a sample for model_type {kind}"
             + (f": {reason}" if reason else ""),
-            "set data.packing: false, which gives each a row of its own; or "
-            "data.isolate_documents: false, and each then sees those before it",
+            "set data.packing: false, with one document per row, or data.isolate_documents: "
+            "false, so that each document sees the documents before it",
         )
     elif (config.model.attn_implementation, kind) in _UNTOLD:
         yield Issue(
             ("model.attn_implementation", "data.isolate_documents", "model.name_or_path"),
-            f"{config.model.attn_implementation} does not keep documents apart that share a sample "
-            f"in a model of type {kind}",
+            f"{config.model.attn_implementation} does not isolate the documents of a sample for "
+            f"model_type {kind}",
             "use model.attn_implementation: sdpa or eager, or data.packing: false",
         )
 
@@ -117,8 +117,8 @@ def _tensor_parallel(strategy: MeshSection, shape: Shape) -> Iterator[Issue]:
     if dropouts:
         yield Issue(
             (key,),
-            f"the model's {dropouts[0]} is {shape[dropouts[0]]:g}: ranks that hold parts of one "
-            "matrix would drop different values",
+            f"the model's {dropouts[0]} is {shape[dropouts[0]]:g}, and tensor-parallel ranks "
+            "would drop different values of one matrix",
             f"set it to 0 in the model's config.json, or set tp_size: 1; {_INSTEAD}",
         )
 
@@ -132,8 +132,8 @@ def _context_parallel(strategy: MeshSection, shape: Shape, seq_length: int) -> I
     if (original := _changes_beyond(shape)) is not None and seq_length > original:
         yield Issue(
             (key, "data.seq_length"),
-            f"the model's position embeddings (longrope) change beyond {original} tokens, which "
-            f"only some pieces of seq_length {seq_length} reach",
+            f"the model's position embeddings (longrope) change beyond {original} tokens, and "
+            f"only some shards of seq_length {seq_length} reach them",
             f"use data.seq_length: {original} or less, or set cp_size: 1; {_INSTEAD}",
         )
     heads, tp_size = _number(shape, "num_key_value_heads"), strategy.tp_size
@@ -155,9 +155,9 @@ def _pipeline(strategy: MeshSection, shape: Shape) -> Iterator[Issue]:
     if shape.get("tie_word_embeddings"):
         yield Issue(
             (key,),
-            "the model's head shares the weights of its embedding (tie_word_embeddings), and the "
-            "two lie in different stages",
-            f"use a model without it, or set pp_size: 1; {_INSTEAD}",
+            "the model's head shares the weights of its embedding (tie_word_embeddings), and a "
+            "pipeline has them in different stages",
+            f"use a model without tied weights, or set pp_size: 1; {_INSTEAD}",
         )
     each = 2 if strategy.pp_schedule in _TWO_STAGES else 1
     layers, stages = _number(shape, "num_hidden_layers"), size * each
@@ -181,8 +181,8 @@ def _kind(shape: Shape, key: str, what: str, known: frozenset[str]) -> Iterator[
     reason = f": {REASONS[name][kind]}" if kind in REASONS[name] else ""
     yield Issue(
         (key, "model.name_or_path"),
-        f"{what} is not known to be exact for model_type {kind}{reason}",
-        f"set {name}: 1; {_INSTEAD}; known are {', '.join(sorted(known))}",
+        f"{what} is not supported for model_type {kind}{reason}",
+        f"set {name}: 1; {_INSTEAD}. Supported types: {', '.join(sorted(known))}",
     )
 
 
@@ -220,7 +220,7 @@ def _long_rope(config: RunConfig, shape: Shape) -> Iterator[Issue]:
 
 
 def _changes_beyond(shape: Shape) -> int | None:
-    # The length beyond which rotary embeddings take other frequencies; None: at no length.
+    # The length beyond which rotary embeddings change their frequencies, or None.
     rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
     name = "original_max_position_embeddings"
     # Some models have parameters for each type of layer.

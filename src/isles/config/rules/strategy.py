@@ -1,4 +1,4 @@
-"""The rules of `model`, `adapter` and `strategy`, also of a cluster with a strategy of its own."""
+"""The rules of `model`, `adapter` and `strategy`, also for the strategy of one cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from isles.facts.models import shape_names
 
 
 def strategy_rules(config: RunConfig) -> Iterator[Issue]:
-    """Every rule of a strategy that is broken, as far as the file alone can tell."""
+    """Every broken rule of a strategy that needs only the run file."""
     yield from _rules(config)
     for index, cluster in enumerate(config.clusters):
         if cluster.strategy is None:
@@ -60,8 +60,8 @@ def _context_parallel(config: RunConfig, strategy: MeshSection) -> Iterator[Issu
     if config.model.attn_implementation == "eager":
         yield Issue(
             ("model.attn_implementation", "strategy.cp_size"),
-            f"attn_implementation eager cannot be had with cp_size {size}, which brings an "
-            "attention of its own",
+            f"attn_implementation eager does not work with cp_size {size}, which has its own "
+            "attention",
             "use attn_implementation: sdpa, or cp_size: 1",
         )
 
@@ -73,21 +73,21 @@ def _pipeline(config: RunConfig, strategy: MeshSection) -> Iterator[Issue]:
     if training.torch_compile:
         yield Issue(
             ("training.torch_compile", "strategy.pp_size"),
-            f"torch_compile does not go together with pp_size {size}",
+            f"torch_compile does not work with pp_size {size}",
             "set torch_compile: false, or pp_size: 1",
         )
     if strategy.pp_schedule == "zbv" and training.gradient_checkpointing == "selective":
         yield Issue(
             ("training.gradient_checkpointing", "strategy.pp_schedule"),
-            "pp_schedule zbv goes backwards twice, and what gradient_checkpointing selective "
-            "recomputes is there once",
+            "pp_schedule zbv needs recomputed activations twice, and gradient_checkpointing "
+            "selective keeps them for one use",
             "use gradient_checkpointing: full or none, or another pp_schedule",
         )
     if training.precision == "fp16-mixed":
         yield Issue(
             ("training.precision", "strategy.pp_size"),
-            f"fp16-mixed scales the loss, and a pipeline (pp_size {size}) knows it only on its "
-            "last stage",
+            f"fp16-mixed does not work with pp_size {size}: only the last pipeline stage has the "
+            "loss to scale",
             "use precision: bf16-mixed or 32-true",
         )
 
@@ -96,38 +96,38 @@ def _ddp(config: RunConfig, strategy: DDPStrategyConfig) -> Iterator[Issue]:
     cut = next((name for name in ("tp_size", "pp_size") if getattr(strategy, name) > 1), None)
     key, precision = "strategy.gradient_compression", "training.precision"
     if cut is not None:
-        to = f"{cut} {getattr(strategy, cut)}: gradients then travel as FSDP2 sends them"
+        to = f"{cut} {getattr(strategy, cut)}: FSDP2 then sends the gradients"
         for name in ("strategy.bucket_cap_mb", key, "strategy.static_graph"):
             yield from no_effect(strategy, name, to, f"set {cut}: 1")
     elif config.training.precision == "bf16-true":
-        to = "precision bf16-true: gradients are bf16 already"
+        to = "precision bf16-true: gradients are already bf16"
         yield from no_effect(strategy, key, to, "use precision: bf16-mixed", precision)
 
 
 def _deepspeed(config: RunConfig, strategy: DeepSpeedStrategyConfig) -> Iterator[Issue]:
     if strategy.config_file is None:
-        # What a file says of these counts too, so it is compared whole: interop/deepspeed.py.
+        # With a file, interop/deepspeed.py compares these keys, which the file may also set.
         yield from offload_issues(strategy)
         if "nvme" not in (strategy.offload_optimizer, strategy.offload_param):
-            to, use = "a run that offloads nothing to nvme", "use offload_param: nvme"
+            to, use = "a run without offload to nvme", "use offload_param: nvme"
             yield from no_effect(strategy, "strategy.nvme_path", to, use)
     if config.training.optimizer == "muon":
         yield Issue(
             ("training.optimizer", "strategy.kind"),
-            "muon works on whole matrices, and deepspeed cuts them into flat pieces",
+            "muon needs whole matrices, and deepspeed shards them into flat pieces",
             "use optimizer: adamw, or strategy: {kind: fsdp}",
         )
     if config.training.precision == "bf16-true":
         yield Issue(
             ("training.precision", "strategy.kind"),
-            "bf16-true has no fp32 weights, and deepspeed's optimizer keeps them",
-            "use bf16-mixed, with which deepspeed computes in bf16 and cuts the fp32 weights over "
-            "the ranks; or strategy: {kind: fsdp}",
+            "bf16-true has no fp32 weights, and deepspeed's optimizer needs them",
+            "use precision: bf16-mixed (bf16 compute, sharded fp32 weights), or strategy: "
+            "{kind: fsdp}",
         )
 
 
 def model_rules(config: RunConfig) -> Iterator[Issue]:
-    """Every rule of the model and its adapter that is broken, as far as the file alone can tell."""
+    """Every broken rule of the model and its adapter that needs only the run file."""
     name, init, shapes = config.model.name_or_path, config.model.init, shape_names()
     keys = ("model.name_or_path", "model.init")
     is_path = "/" in name or "\\" in name or name.startswith((".", "~")) or name.endswith(".json")
@@ -135,14 +135,14 @@ def model_rules(config: RunConfig) -> Iterator[Issue]:
     if name in shapes and init == "pretrained":
         yield Issue(
             keys[::-1],
-            f"{name} is a shape shipped with isles: it has no weights to start from",
+            f"{name} is a shape shipped with isles, which has no weights",
             "add init: scratch below model:, or name a model that has weights",
         )
     elif name not in shapes and near and init == "scratch" and not is_path:
         yield Issue(
             keys,
-            f"{name} is no shape shipped with isles ({', '.join(shapes)})",
-            f"did you mean {near[0]}? A folder of that name is written ./{name}",
+            f"{name} is not a shape shipped with isles ({', '.join(shapes)})",
+            f"did you mean {near[0]}? For a folder of this name, write ./{name}",
         )
     adapter = config.adapter
     yield from idle_keys(config, "adapter")
@@ -152,7 +152,7 @@ def model_rules(config: RunConfig) -> Iterator[Issue]:
         yield Issue(
             ("checkpoint.merge_adapter", "adapter.type"),
             "merge_adapter is true, and the run trains no adapter",
-            "delete it: the export is a whole model anyway; or set adapter.type: lora",
+            "delete it, as the export is a whole model anyway, or set adapter.type: lora",
         )
 
 
@@ -160,17 +160,17 @@ def _adapter(config: RunConfig, adapter: AdapterConfig) -> Iterator[Issue]:
     if config.model.init == "scratch":
         yield Issue(
             ("adapter.type", "model.init"),
-            f"adapter.type {adapter.type} trains a little beside a frozen model, and model.init "
-            "scratch would freeze weights that have learnt nothing",
+            f"adapter.type {adapter.type} freezes the model, and model.init scratch would freeze "
+            "random weights",
             "use model.init: pretrained, or adapter.type: none",
         )
     named = () if isinstance(adapter.target_modules, str) else adapter.target_modules
     if twice := sorted(set(adapter.modules_to_save) & set(named)):
         yield Issue(
             ("adapter.modules_to_save", "adapter.target_modules"),
-            f"{twice[0]} stands in target_modules and in modules_to_save: it cannot be frozen "
-            "beside its adapter and trained whole",
-            "keep it in one of them",
+            f"{twice[0]} is in both target_modules, which freezes it, and modules_to_save, which "
+            "trains it",
+            "keep it in one of the two lists",
         )
     if adapter.type == "qlora":
         yield from _four_bits(config)
@@ -189,33 +189,33 @@ def _four_bits(config: RunConfig) -> Iterator[Issue]:
     for what, key in found.items():
         yield Issue(
             (f"strategy.{key}", "adapter.type"),
-            f"{what} cuts the weights over the ranks, and those of qlora are packed in blocks of "
-            "4 bits that cannot be cut",
-            "use strategy: {kind: ddp} alone; or adapter.type: lora, which can be cut",
+            f"{what} shards the weights, and qlora packs weights into 4-bit blocks that cannot be "
+            "sharded",
+            "use strategy: {kind: ddp} alone, or adapter.type: lora, which supports sharding",
         )
 
 
 def _cut(adapter: AdapterConfig, strategy: MeshSection) -> Iterator[Issue]:
-    # What ranks that hold parts of a layer, or some of the layers, cannot do with an adapter.
+    # Limits of adapters under tensor and pipeline parallelism.
     if strategy.pp_size > 1:
         yield Issue(
             ("strategy.pp_size", "adapter.type"),
-            f"pp_size {strategy.pp_size} does not train adapters: a stage may hold nothing that is "
-            "trained, and has no gradient to hand on",
-            "set pp_size: 1; strategy: {kind: fsdp} cuts any model over the ranks",
+            f"pp_size {strategy.pp_size} does not support adapters: a stage without trained "
+            "weights has no gradient to send",
+            "set pp_size: 1. strategy: {kind: fsdp} shards any model",
         )
     if strategy.tp_size == 1:
         return
     reasons = {
-        "dropout": "ranks that hold parts of one matrix would drop different values",
-        "use_dora": "no rank has the whole rows whose lengths DoRA needs",
-        "modules_to_save": "the plan that cuts the model does not know such copies",
+        "dropout": "tensor-parallel ranks would drop different values of one matrix",
+        "use_dora": "DoRA needs the lengths of whole rows, which no rank has",
+        "modules_to_save": "the sharding plan does not support such copies",
     }
     for name, reason in reasons.items():
         if value := getattr(adapter, name):
             yield Issue(
                 (f"adapter.{name}", "strategy.tp_size"),
-                f"{name} {show_value(value)} does not go together with tp_size {strategy.tp_size}: "
+                f"{name} {show_value(value)} does not work with tp_size {strategy.tp_size}: "
                 f"{reason}",
-                "delete it, or set tp_size: 1; strategy: {kind: fsdp} cuts any model",
+                "delete it, or set tp_size: 1. strategy: {kind: fsdp} shards any model",
             )

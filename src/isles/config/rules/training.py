@@ -1,4 +1,4 @@
-"""The rules of `training`, `track` and `checkpoint`, and those of a script of the user's own."""
+"""The rules of `training`, `track` and `checkpoint`, and the rules of a user's script."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from isles.config.sections.training import TrainingConfig, warmup_in_steps
 
 
 def training_rules(config: RunConfig) -> Iterator[Issue]:
-    """Every rule of the built-in trainer that is broken."""
+    """Every broken rule of the built-in trainer."""
     yield from idle_keys(config, "training")
     yield from _length(config.training)
     yield from schedule_rules(config.training, config.training.max_steps)
@@ -32,21 +32,21 @@ def training_rules(config: RunConfig) -> Iterator[Issue]:
 
 
 def _remote(place: str) -> Iterator[Issue]:
-    # The value is not repeated where it may hold a secret.
+    # The error does not repeat a value that may hold a secret.
     protocol, is_url, rest = place.partition("://")
     if is_url and "@" in rest.partition("/")[0]:
         yield Issue(
             ("checkpoint.remote",),
-            f"the {protocol} URL holds a user, a key or a password, and run files are shown and "
-            "kept",
-            f"write {protocol}://{rest.partition('/')[0].rpartition('@')[2]}/…; credentials come "
-            "from where the bucket's own tools look for them (AWS_PROFILE, ~/.aws/credentials …)",
+            f"the {protocol} URL contains a user, a key or a password, and isles shows and copies "
+            "run files",
+            f"write {protocol}://{rest.partition('/')[0].rpartition('@')[2]}/…. isles finds "
+            "credentials like the bucket's own tools (AWS_PROFILE, ~/.aws/credentials …)",
         )
     elif any(mark in place for mark in ("?", "#", "::")):
         yield Issue(
             ("checkpoint.remote",),
-            "options behind ? or #, and chains of URLs, are not understood",
-            "write the URL of the folder alone, such as s3://bucket/prefix",
+            "isles does not support options after ? or #, or chained URLs",
+            "write only the URL of the folder, such as s3://bucket/prefix",
         )
     elif not is_url and not place.startswith(("/", "~/")):
         yield Issue(
@@ -61,7 +61,7 @@ def _length(training: TrainingConfig) -> Iterator[Issue]:
     if steps is not None and epochs is not None:
         yield Issue(
             ("training.num_train_epochs", "training.max_steps"),
-            f"max_steps {steps} and num_train_epochs {epochs:g} both say how long the run is",
+            f"max_steps {steps} and num_train_epochs {epochs:g} both set the length of the run",
             "keep one of them",
         )
     if steps is not None or epochs is not None:
@@ -76,7 +76,7 @@ def _length(training: TrainingConfig) -> Iterator[Issue]:
     elif (scheduler := training.lr_scheduler_type) != "constant":
         yield Issue(
             ("training.max_time", "training.lr_scheduler_type", *keys),
-            f"max_time alone gives no last step, and {scheduler} needs to know it",
+            f"max_time alone gives no last step, and {scheduler} needs the last step",
             "add max_steps or num_train_epochs, or use lr_scheduler_type: constant",
         )
     elif isinstance(share := training.warmup_steps, float):
@@ -88,7 +88,7 @@ def _length(training: TrainingConfig) -> Iterator[Issue]:
 
 
 def schedule_rules(training: TrainingConfig, steps: int | None) -> Iterator[Issue]:
-    """A warm-up or decay that is longer than a run of this many steps; None: not known yet."""
+    """A warm-up or decay that is longer than a run of this many steps. None is unknown."""
     if steps is None:
         return
     warmup, decay = warmup_in_steps(training, steps), training.decay_steps
@@ -129,8 +129,8 @@ def _optimizer(config: RunConfig) -> Iterator[Issue]:
     if training.stochastic_rounding and training.precision != "bf16-true":
         yield Issue(
             ("training.stochastic_rounding", "training.precision"),
-            f"stochastic_rounding is for weights in bf16, and precision {training.precision} keeps "
-            "them in fp32",
+            f"stochastic_rounding is for bf16 weights, and precision {training.precision} keeps "
+            "fp32 weights",
             "delete it, or use precision: bf16-true",
         )
     if training.stochastic_rounding and training.optimizer not in ("adamw", "adamw_8bit"):
@@ -142,7 +142,7 @@ def _optimizer(config: RunConfig) -> Iterator[Issue]:
     if training.optimizer == "adamw_8bit" and config.strategy.kind == "deepspeed":
         yield Issue(
             ("training.optimizer", "strategy.kind"),
-            "adamw_8bit codes matrices row by row, and deepspeed cuts them into flat pieces",
+            "adamw_8bit encodes matrices by row, and deepspeed shards them into flat pieces",
             "use strategy: {kind: fsdp}, or optimizer: adamw with strategy.offload_optimizer: cpu",
         )
 
@@ -155,14 +155,14 @@ def _dpo(config: RunConfig) -> Iterator[Issue]:
         if (size := getattr(strategy, key, 1)) > 1:
             yield Issue(
                 (f"strategy.{key}", "training.method"),
-                f"dpo needs the score of a whole answer on one rank, and {key} {size} deals {what} "
-                "over ranks",
-                f"set {key}: 1; fsdp, deepspeed and tp_size share the memory too",
+                f"dpo needs the score of a whole answer on one rank, and {key} {size} distributes "
+                f"{what} over ranks",
+                f"set {key}: 1. To save memory, use fsdp, deepspeed or tp_size",
             )
     if config.data.streaming:
         yield Issue(
             ("data.streaming", "training.method"),
-            "dpo scores every pair once before training, and a stream is not known beforehand",
+            "dpo scores every pair before training, and streaming reads pairs only during training",
             "delete streaming: true",
         )
 
@@ -173,7 +173,7 @@ def _trackers(config: RunConfig) -> Iterator[Issue]:
         at = f"track.{index}"
         if tracker.kind in seen:
             yield Issue(
-                (f"{at}.kind", at, "track"), f"{tracker.kind} stands twice", "keep one of them"
+                (f"{at}.kind", at, "track"), f"{tracker.kind} is listed twice", "keep one of them"
             )
         seen.add(tracker.kind)
         if not isinstance(tracker, MLflowConfig) or tracker.tracking_uri is None:
@@ -183,49 +183,49 @@ def _trackers(config: RunConfig) -> Iterator[Issue]:
         if not separator and uri != "databricks":
             yield Issue(
                 (f"{at}.tracking_uri",),
-                f"tracking_uri {uri} has no scheme, and MLflow would take it for a folder",
+                f"tracking_uri {uri} has no scheme, so MLflow would use it as a folder",
                 f"write http://{uri}, or file:///... for a folder",
             )
         elif "@" in rest.partition("/")[0] and not scheme.startswith("databricks"):
             host = rest.rpartition("@")[2]
             yield Issue(
                 (f"{at}.tracking_uri",),
-                f"tracking_uri {scheme}://...@{host} holds a user name or a password, and run "
-                "files are copied into run directories, trackers and model cards",
+                f"tracking_uri {scheme}://...@{host} contains a user name or a password, and "
+                "isles copies the run file into run directories, trackers and model descriptions",
                 f"write {scheme}://{host}, and set MLFLOW_TRACKING_USERNAME and "
                 "MLFLOW_TRACKING_PASSWORD in the environment",
             )
 
 
 def script_rules(config: RunConfig) -> Iterator[Issue]:
-    """Keys that a script would never see, and keys of a script where there is none."""
+    """Keys that a script ignores, and keys for a script in a run without one."""
     training = config.training
     if training.script is not None:
         for key in _unused_by_script(config):
             yield Issue(
                 (key,),
-                f"{key} means nothing beside training.script: {training.script} is started as it "
-                "is, and reads no run file",
-                "delete it; what the script must know belongs in training.script_args",
+                f"{key} has no effect with training.script: {training.script} does not read the "
+                "run file",
+                "delete it, and pass values to the script with training.script_args",
             )
         return
     if training.script_args:
         yield Issue(
             ("training.script_args",),
-            "script_args are the arguments of a script, and there is none",
-            "add script: my_train.py, or delete them",
+            "script_args needs training.script, which is not set",
+            "add script: my_train.py, or delete script_args",
         )
     if not config.watchdog.is_default("max_silence"):
         yield Issue(
             ("watchdog.max_silence",),
-            "max_silence is for a script of your own: the built-in trainer's steps are watched by "
-            "slow_factor and min_time",
+            "max_silence is only for training.script. For the built-in trainer, use slow_factor "
+            "and min_time",
             "delete it",
         )
 
 
 def _unused_by_script(config: RunConfig) -> Iterator[str]:
-    # Keys that were given and that no script sees, in the order of the sections.
+    # Given keys that a script ignores, in the order of the sections.
     stand_ins = {"model": NO_MODEL, "data": NO_DATA}
     for name in type(config).model_fields:
         value = getattr(config, name)

@@ -1,4 +1,4 @@
-"""What every section of a run file shares: frozen, strict, no unknown keys."""
+"""Base of every section of a run file: frozen, strict, no unknown keys."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _seconds(value: object, info: ValidationInfo) -> object:
     is_run_file = bool(info.context and info.context.get("is_run_file"))
     if isinstance(value, str):
         if len(value) > 40:
-            raise ValueError("that is no duration: write 90s, 20m, 23h30m, 2d or 12:30:00")
+            raise ValueError("this is not a valid duration: write 90s, 20m, 23h30m, 2d or 12:30:00")
         try:
             return parse_duration_s(value)
         except OverflowError:
@@ -81,7 +81,7 @@ def _seconds(value: object, info: ValidationInfo) -> object:
 
 
 def own_type(kind: str, *examples: str) -> WithJsonSchema:
-    """The schema of a text of isles' own; what it may hold says `config/keys.py`, by its kind."""
+    """The schema of a text type of isles. `config/keys.py` describes its values, by kind."""
     return WithJsonSchema({"type": "string", "examples": list(examples), "x-isles-type": kind})
 
 
@@ -93,7 +93,7 @@ DurationS = Annotated[
 """Seconds, written in the run file as `90s`, `20m`, `23h30m`, `2d` or `12:30:00`."""
 
 NO_CONTROL = r"\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"
-"""For a pattern: line ends, and characters with an effect on a terminal or a script."""
+"""Part of a pattern: line ends, and characters that affect a terminal or a script."""
 
 Text = Annotated[
     str,

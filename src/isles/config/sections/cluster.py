@@ -1,4 +1,4 @@
-"""The section `clusters`: where the ranks run, how they are started, and what their nodes have."""
+"""The section `clusters`: the nodes of the ranks, how isles starts them, and their environment."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from isles.config.sections.strategy import StrategyConfig
 Share = Annotated[float, Field(ge=0, le=10**6)]
 
 BalanceConfig = Literal["auto", "even"] | Annotated[dict[str, Share], Field(min_length=1)]
-"""auto, even, or the share of each host (divided over its ranks) or rank number; a host or rank
-that is not named has share 1."""
+"""auto, even, or the share of each host (divided over its ranks) or rank number. The default share
+of a host or rank is 1."""
 
 
 Count = Annotated[int, Field(ge=1, le=100_000)]
@@ -25,7 +25,7 @@ Login = Annotated[
         json_schema_extra={"x-isles-type": "login"},
     ),
 ]
-"""A destination as ssh takes it: host, user@host, or a name of ~/.ssh/config."""
+"""A destination for ssh: host, user@host, or a name of ~/.ssh/config."""
 
 
 class LocalLauncherConfig(Section):
@@ -36,136 +36,136 @@ class LocalLauncherConfig(Section):
 
 
 class HostConfig(Section):
-    """One host of an ssh launcher, or one node that a person starts by hand."""
+    """One host of an ssh launcher, or one node that a person starts manually."""
 
     ssh: Login
-    """How ssh reaches it from here: host, user@host, or a name of ~/.ssh/config."""
+    """The host for ssh from this machine: host, user@host, or a name of ~/.ssh/config."""
 
     address: Text | None = None
-    """The address at which the other hosts reach it. null: found out."""
+    """Address of this host for the other hosts. Default: isles finds it."""
 
     gpus: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Ranks on this host. null: gpus_per_node."""
+    """Ranks on this host. Default: gpus_per_node."""
 
 
 class SshLauncherConfig(Section):
-    """Ranks on a list of hosts, started from here by the user's own ssh."""
+    """Ranks on a list of hosts, started from this machine by the user's own ssh."""
 
     kind: Literal["ssh"] = "ssh"
-    """Hosts that ssh reaches."""
+    """Hosts that you reach with ssh."""
 
     hosts: Annotated[tuple[Login | HostConfig, ...], Field(strict=False, min_length=1)]
-    """The hosts; the order is the order of the ranks. The first keeps the run directory, and its
-    processes lead the run."""
+    """The hosts, in the order of their ranks. The first host keeps the run directory and
+    coordinates the run."""
 
     connect_timeout: Annotated[DurationS, Field(ge=1)] = 10.0
     """Longest wait for a host to answer ssh."""
 
 
 class ManualLauncherConfig(Section):
-    """Prints one command for each node, for a person to type there."""
+    """Prints one command per node, for you to run on the node."""
 
     kind: Literal["manual"] = "manual"
-    """Commands to type."""
+    """Commands that you run on each node."""
 
     hosts: Annotated[tuple[Text, ...], Field(strict=False, min_length=1)]
-    """Address of every node; the order is the order of the ranks. The others must reach the
-    first."""
+    """Address of every node, in the order of the ranks. The other nodes must reach the first."""
 
 
 class SkypilotLauncherConfig(Section):
-    """Nodes that SkyPilot finds and starts, by the user's own command sky: an agent on each."""
+    """Nodes that SkyPilot finds and starts, through the user's own sky command, with an agent on
+    each."""
 
     kind: Literal["skypilot"] = "skypilot"
     """SkyPilot."""
 
     accelerators: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Cards that will do, as SkyPilot names them and without a count: [H100, A100-80GB]. It takes
-    the cheapest that it gets, gpus_per_node of it on each node."""
+    """Acceptable GPUs, by their SkyPilot names and without a count: [H100, A100-80GB]. SkyPilot
+    takes the cheapest available, gpus_per_node of them on each node."""
 
     resources: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies defaults)
-    """Further `resources` of the task, as SkyPilot writes them: infra, use_spot, cpus, memory,
-    image_id, disk_size …"""
+    """More `resources` of the task, in SkyPilot's format: infra, use_spot, cpus, memory, image_id,
+    disk_size …"""
 
     file_mounts: dict[Text, Any] = {}  # noqa: RUF012
-    """Files and buckets on the nodes, as SkyPilot writes them, such as
-    {~/runs: {source: 's3://BUCKET', mode: MOUNT}}."""
+    """Files and buckets on the nodes, in SkyPilot's format, such as {~/runs: {source:
+    's3://BUCKET', mode: MOUNT}}."""
 
     workdir: Text | None = None
-    """Folder of this machine that SkyPilot copies to ~/sky_workdir of each node, without what
-    .skyignore, or else .gitignore, names. null: none."""
+    """Folder of this machine that SkyPilot copies to ~/sky_workdir of each node, except files in
+    .skyignore or else .gitignore. Default: no folder."""
 
     setup: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Lines of bash that SkyPilot runs once on each node. Empty: isles makes ~/.isles/venv there
-    and installs itself, unless environment names the Python."""
+    """Lines of bash that SkyPilot runs once on each node. Default: isles makes ~/.isles/venv on the
+    node and installs isles into it, unless environment names the Python."""
 
     secrets: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Variables of this machine that the nodes get as secrets of SkyPilot, such as HF_TOKEN. Their
-    values stand in no file and on no command line."""
+    """Variables of this machine that the nodes get as SkyPilot secrets, such as HF_TOKEN. isles
+    writes their values into no file and no command line."""
 
     cluster: Annotated[str, Field(pattern=r"^[A-Za-z]([-_.A-Za-z0-9]*[A-Za-z0-9])?$")] | None = None
-    """Name of SkyPilot's cluster, by which ssh reaches its first node; one that is there is used
-    again. null: isles-NAME."""
+    """Name of the SkyPilot cluster, also its ssh name. SkyPilot reuses an existing cluster.
+    Default: isles-NAME."""
 
     managed: bool = False
-    """A managed job: SkyPilot starts it again, elsewhere if it must, when its nodes are taken away
-    or it ends with exit code 85. sky jobs shows it; isles status does not."""
+    """Run as a managed job. SkyPilot restarts it, in another region if necessary, if its nodes are
+    taken away or it exits with code 85. sky jobs shows it; isles status does not."""
 
     autostop: Annotated[DurationS, Field(ge=60)] | None = None
-    """SkyPilot stops the nodes after so long without a job. null: they stay until sky stop or sky
-    down."""
+    """Idle time after which SkyPilot stops the nodes. Default: they run until you call sky stop or
+    sky down."""
 
     launch_timeout: Annotated[DurationS, Field(ge=1)] = 3600.0
-    """Longest wait for SkyPilot to have found the nodes, set them up and begun the run."""
+    """Longest wait for SkyPilot to find the nodes, set them up and start the run."""
 
 
 class LoginSection(Section):
-    """What the launchers that submit a job have in common."""
+    """Keys of all launchers that submit a job."""
 
     login: Login | None = None
-    """Login node, as ssh takes it. null: this machine submits."""
+    """Login node for ssh. Default: this machine submits the job."""
 
 
 class QueueSection(LoginSection):
-    """What Slurm and PBS have in common."""
+    """Keys of both Slurm and PBS."""
 
     time: Annotated[DurationS, Field(ge=60)] | None = None
-    """Time limit of the job. null: the cluster's default."""
+    """Time limit of the job. Default: the cluster's own."""
 
     requeue: bool = True
     """Before the time limit, or when preempted: save, and queue again until the run is finished."""
 
     save_before: Annotated[DurationS, Field(ge=10)] = 300.0
-    """How long before the time limit the run is told to save."""
+    """How long before the time limit the run starts to save."""
 
     account: Text | None = None
     """Account, or project, that the job is charged to."""
 
     cpus_per_node: Count | None = None
-    """CPU cores on each node. null: the cluster's default."""
+    """CPU cores on each node. Default: the cluster's own."""
 
     memory_per_node: Text | None = None
-    """Memory on each node, as the scheduler writes it: 200G. null: the cluster's default."""
+    """Memory on each node, in the scheduler's format: 200G. Default: the cluster's own."""
 
     bin_path: Text | None = None
-    """Folder of the scheduler's commands, where they are not on PATH."""
+    """Folder of the scheduler's commands, if they are not on PATH."""
 
     check: bool = False
-    """Look at the job's nodes and the links between them before the ranks start, as its step 0, as
-    `isles check` does. What is not fit ends the job, with exit code 2."""
+    """Run `isles check` on the job's nodes and links as a pre-job check, before the ranks start. A
+    failed check ends the job with exit code 2."""
 
     extra: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Further options of the job, one line each, such as --mail-type=END."""
+    """More options of the job, one per line, such as --mail-type=END."""
 
 
 class SlurmLauncherConfig(QueueSection):
-    """A job of Slurm: an agent on each node."""
+    """A Slurm job with an agent on each node."""
 
     kind: Literal["slurm"] = "slurm"
     """Slurm."""
 
     partition: Text | None = None
-    """Partition. null: the cluster's default."""
+    """Partition. Default: the cluster's own."""
 
     qos: Text | None = None
     """Quality of service."""
@@ -174,8 +174,8 @@ class SlurmLauncherConfig(QueueSection):
     """Features that the nodes must have."""
 
     gres: Text | None = None
-    """Generic resources of each node, such as gpu:a100:4. null: gpu:GPUS_PER_NODE; none: no
-    GPUs are asked for."""
+    """Generic resources of each node, such as gpu:a100:4. none requests no GPUs. Default:
+    gpu:GPUS_PER_NODE."""
 
     nodelist: Text | None = None
     """Nodes that the job must have."""
@@ -188,49 +188,49 @@ class SlurmLauncherConfig(QueueSection):
 
 
 class PbsLauncherConfig(QueueSection):
-    """A job of OpenPBS or Torque: an agent on each node."""
+    """An OpenPBS or Torque job with an agent on each node."""
 
     kind: Literal["pbs"] = "pbs"
     """PBS."""
 
     dialect: Literal["auto", "openpbs", "torque"] = "auto"
-    """openpbs: -l select=; torque: -l nodes=:ppn=. auto: what qstat --version says."""
+    """openpbs: -l select=. torque: -l nodes=:ppn=. auto: isles reads it from qstat --version."""
 
     queue: Text | None = None
-    """Queue. null: the cluster's default."""
+    """Queue. Default: the cluster's own."""
 
     resources: Text | None = None
-    """The whole resource request after -l, where the one that isles writes does not fit. It must
-    ask for as many nodes as `nodes`."""
+    """The whole resource request after -l, if your site needs another one than isles writes. It
+    must request the same number of nodes as `nodes`."""
 
 
 class RayBundleConfig(Section):
-    """What Ray must give for one node of a run."""
+    """Resources that Ray reserves for one node of a run."""
 
     gpus: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Ranks on this node. null: gpus_per_node."""
+    """Ranks on this node. Default: gpus_per_node."""
 
     resources: dict[Text, Annotated[float, Field(gt=0)]] = Field(default={})
-    """What the node must have free beside a GPU and a CPU for each rank, by Ray's names: {CPU: 16,
-    memory: 64000000000, big_disk: 1}."""
+    """Resources that the node must have free, in addition to a GPU and a CPU per rank, by their Ray
+    names: {CPU: 16, memory: 64000000000, big_disk: 1}."""
 
     label_selector: dict[Text, Text] = Field(default={})
-    """Labels that the node must have, as Ray takes them: {ray.io/accelerator-type: H100}."""
+    """Labels that the node must have, in Ray's format: {ray.io/accelerator-type: H100}."""
 
 
 class RayLauncherConfig(LoginSection):
-    """A job of a Ray cluster: one bundle of a placement group, and an agent in it, on each node."""
+    """A job of a Ray cluster: a placement group with a bundle and an agent on each node."""
 
     kind: Literal["ray"] = "ray"
     """Ray."""
 
     address: Text = "auto"
-    """Where the cluster takes jobs: http://HEAD:8265, ray://HEAD:10001, or auto, the cluster that
-    this machine is a node of. RAY_ADDRESS wins over it, as everywhere in Ray."""
+    """Where you submit jobs: http://HEAD:8265, ray://HEAD:10001, or auto for the cluster of this
+    machine. RAY_ADDRESS overrides this key, as in all of Ray."""
 
     bundles: Annotated[tuple[RayBundleConfig, ...], Field(strict=False)] = ()
-    """What the nodes must have: one entry for all of them, or one for each, in the order of the
-    ranks. Empty: a GPU and a CPU for each rank; without GPUs a CPU."""
+    """Requirements of the nodes: one entry for all nodes, or one per node in the order of the
+    ranks. Default: a GPU and a CPU per rank, or only a CPU without GPUs."""
 
 
 LauncherConfig = Annotated[
@@ -253,38 +253,38 @@ Lines = Annotated[
 """The value of a variable, which may have several lines and be empty."""
 
 Runtime = Literal["apptainer", "podman", "pyxis"]
-"""What runs a container."""
+"""Program that runs a container."""
 
 
 class ContainerConfig(Section):
-    """The image in which the agents and ranks of a cluster run."""
+    """Container image for the agents and ranks of a cluster."""
 
     image: Text
     """A file or folder that the nodes see (image.sif, image.sqsh, ./folder), or a name in a
     registry, such as ghcr.io/me/train:1.2, with or without docker://."""
 
     runtime: Runtime | Literal["auto"] = "auto"
-    """What runs it. auto: apptainer for a file; for a name in a registry pyxis in Slurm where srun
-    knows it, else apptainer in jobs, and podman elsewhere."""
+    """Program that runs the container. auto: apptainer for a file. For a name in a registry: pyxis
+    in Slurm if srun supports it, else apptainer in jobs and podman outside of jobs."""
 
     python: Text = "python3"
     """Python in the image."""
 
     binds: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Further files and folders of the nodes that are seen inside: PATH, FROM:TO or FROM:TO:ro.
-    The run directory, workdir, what the run file names and the caches are seen without being
-    listed."""
+    """More files and folders of the nodes to mount: PATH, FROM:TO or FROM:TO:ro. isles mounts the
+    run directory, workdir, the paths of the run file and the caches without an entry."""
 
     extra: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Further options, one word each, of apptainer exec, podman run or srun."""
+    """More options, one word each, of apptainer exec, podman run or srun."""
 
 
 class EnvironmentConfig(Section):
-    """The Python of a cluster's nodes, and what must be set up before it starts. At most one of
-    venv and conda."""
+    """The Python of a cluster's nodes, and the setup before it starts. Give at most one of venv and
+    conda."""
 
     python: Text | None = None
-    """Python on the nodes. null: that of venv or conda; without them the same path as here."""
+    """Python on the nodes. Default: the Python of venv or conda, or without them the path of this
+    machine's Python."""
 
     venv: Text | None = None
     """Folder of a virtual environment on every node."""
@@ -296,24 +296,24 @@ class EnvironmentConfig(Section):
     """Environment modules to load, in this order, such as [gcc/12, cuda/12.8]."""
 
     setup: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Lines of bash that come before everything else."""
+    """Lines of bash that run before everything else."""
 
     variables: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], Lines] = Field(
         default={}
     )
-    """Environment variables of the ranks, as they are typed: 010 stays 010. They are written into
-    scripts and records: no secrets."""
+    """Environment variables of the ranks, with the text that you type: 010 stays 010. isles writes
+    them into scripts and records, so do not put secrets here."""
 
     packages: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """What `isles setup` installs beside isles itself, as pip takes it."""
+    """Packages that `isles setup` installs in addition to isles, in pip's format."""
 
     container: Text | ContainerConfig | None = None
-    """The image in which agents and ranks run; its python has isles and torch. Then the Python of
-    the nodes themselves needs isles alone. null: none."""
+    """Container image for the agents and ranks. The Python of the image needs isles and torch; the
+    Python of the nodes then needs only isles. Default: no container."""
 
     @property
     def own_container(self) -> ContainerConfig | None:
-        """The container as a section, also where the run file names its image alone."""
+        """The container as a section, even if the run file gives only its image."""
         if isinstance(self.container, str):
             return ContainerConfig(image=self.container)
         return self.container
@@ -326,25 +326,25 @@ Interface = Annotated[
 
 
 class NetworkConfig(Section):
-    """How the ranks of a cluster reach one another."""
+    """How the ranks of a cluster reach each other."""
 
     profile: Literal["auto", "infiniband", "roce", "ethernet"] = "auto"
-    """Settings of NCCL for this kind of network. auto: NCCL's own choice."""
+    """NCCL settings for this kind of network. auto: NCCL's own choice."""
 
     interface: Interface | None = None
     """Network interface of the ranks, such as eth0. Default: the interface with the node's
     address."""
 
     port: Annotated[int, Field(ge=1024, le=65_435)] = 29500
-    """First port that is tried on the first node; the next 99 follow."""
+    """First port to try on the first node. isles also tries the next 99."""
 
 
 class SyncConfig(Section):
-    """Copies files from here to every node before the start, by rsync over ssh."""
+    """Copies files from this machine to every node before the run starts, by rsync over ssh."""
 
     paths: Annotated[tuple[Text, ...], Field(strict=False, min_length=1)]
-    """Files and folders of this machine, copied into workdir under their own names; [.] copies
-    what is in the current folder."""
+    """Files and folders of this machine to copy into workdir, under their own names. [.] copies the
+    content of the current folder."""
 
     exclude: Annotated[tuple[Text, ...], Field(strict=False)] = (
         ".git",
@@ -352,13 +352,13 @@ class SyncConfig(Section):
         ".venv",
         "runs",
     )
-    """Patterns of rsync that are not copied."""
+    """rsync patterns of files not to copy."""
 
 
 def _node_range(text: str) -> str:
     least, _, most = text.partition(":")
     if not 1 <= int(least) <= int(most) <= 1024:
-        raise ValueError(f"{text} is no range of nodes: write MIN:MAX, such as 1:3")
+        raise ValueError(f"{text} is not a valid range of nodes: write MIN:MAX, such as 1:3")
     return text
 
 
@@ -368,7 +368,7 @@ NodeRange = Annotated[
     AfterValidator(_node_range),
     own_type("range", "1:3"),
 ]
-"""Least and most nodes, as torchrun writes them: `1:3`."""
+"""Minimum and maximum number of nodes, in torchrun's format: `1:3`."""
 
 
 class ClusterConfig(Section):
@@ -378,59 +378,61 @@ class ClusterConfig(Section):
     """A short name, for messages."""
 
     launcher: LauncherConfig = LocalLauncherConfig()
-    """How the processes are started."""
+    """How isles starts the processes."""
 
     gpus_per_node: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
-    """Ranks on each node, one per GPU. auto: every GPU that is visible. On a machine without GPUs
-    these are CPU processes (auto: one)."""
+    """Ranks on each node, one per GPU. auto: every visible GPU. On a machine without GPUs, the
+    number of CPU processes (auto: one)."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """What the ranks compute on. auto: cuda where there are GPUs (local, ssh), and for a queue or
-    commands to type, whose nodes cannot be seen from here."""
+    """Device of the ranks. auto: cuda if the hosts have GPUs (local, ssh). For a queue or the
+    manual launcher, whose nodes are not visible from this machine, auto means cuda."""
 
     nodes: Annotated[int, Field(ge=1, le=1024)] | NodeRange | Literal["auto"] = "auto"
-    """How many nodes: a number, or MIN:MAX. With MIN:MAX the run goes on while MIN are there, and
-    grows again when one comes back. auto: every host of the list (ssh, manual) or every bundle
-    (ray), else one. The local launcher starts all of them on this machine."""
+    """Number of nodes, or MIN:MAX. With MIN:MAX, the run continues while at least MIN nodes are
+    connected, and grows again when a node reconnects. auto: every listed host (ssh, manual) or
+    bundle (ray), else one. The local launcher starts all nodes on this machine."""
 
     strategy: StrategyConfig | None = None
-    """How this cluster holds the model. null: as `strategy` says for all."""
+    """How the ranks of this cluster share the model. Default: `strategy` of the run file."""
 
     balance: BalanceConfig | None = None
-    """Rows of each rank of this cluster. null: as `balance` says for all."""
+    """Share of each rank of this cluster in the global batch. Default: `balance` of the run
+    file."""
 
     environment: EnvironmentConfig = EnvironmentConfig()
-    """The Python of the nodes, and what is set up before it starts."""
+    """The Python of the nodes, and the setup before it starts."""
 
     network: NetworkConfig = NetworkConfig()
-    """How the ranks reach one another."""
+    """How the ranks reach each other."""
 
     workdir: Text | None = None
-    """Folder on the nodes in which the ranks run, and to which the paths of this file are
-    relative. null: the same as here."""
+    """Working folder of the ranks on the nodes. The paths of this file are relative to it. Default:
+    the current folder of this machine."""
 
     sync: SyncConfig | None = None
-    """Files that are copied to the nodes before the start. null: none."""
+    """Files to copy to the nodes before the run starts. Default: none."""
 
     start_timeout: Annotated[DurationS, Field(ge=1)] = 120.0
-    """Longest wait for all nodes to be there, once the first is; who is missing is named."""
+    """Longest wait for all nodes to connect, after the first has connected. The error lists the
+    missing nodes."""
 
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
-    """How often all ranks are started again from the last checkpoint after one was lost. An error
-    that would only come again, such as a wrong run file, ends the run at once."""
+    """How often isles restarts all ranks from the last checkpoint after a failure. An error that
+    would only repeat, such as a wrong run file, ends the run immediately."""
 
     comm_timeout: Annotated[DurationS, Field(ge=1)] = 600.0
-    """Longest wait for another rank in one collective operation, before the run stops with an
-    error that names the rank."""
+    """Longest wait for another rank in one collective operation. Then the run stops with an error
+    that names the rank."""
 
     @property
     def is_here(self) -> bool:
-        """Whether all its ranks are on the machine that starts them."""
+        """Whether all its ranks run on the machine that starts them."""
         return isinstance(self.launcher, LocalLauncherConfig)
 
     @property
     def hosts(self) -> tuple[HostConfig, ...]:
-        """The hosts that are listed, in the order of their ranks; none where a queue chooses."""
+        """The listed hosts in the order of their ranks, or none if a queue chooses."""
         match self.launcher:
             case SshLauncherConfig(hosts=hosts):
                 return tuple(HostConfig(ssh=h) if isinstance(h, str) else h for h in hosts)
@@ -441,12 +443,12 @@ class ClusterConfig(Section):
 
     @property
     def min_nodes(self) -> int:
-        """As many nodes must be there for the run to go on."""
+        """Number of connected nodes that the run needs to continue."""
         return self._nodes[0]
 
     @property
     def max_nodes(self) -> int:
-        """As many nodes are started, and no more can join."""
+        """Number of nodes to start. No more nodes can join."""
         return self._nodes[1]
 
     @property

@@ -19,25 +19,26 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "tokens": ("input_ids", "labels", "attention_mask"),
     "preference": ("prompt", "chosen", "rejected", "role", "content", *_OF_MESSAGES),
 }
-"""By type: what a source may have columns for."""
+"""Columns that a source may have, by type."""
 
 
 class SourceConfig(Section):
     """One source of training data."""
 
     path: Text | None = None
-    """A file, a glob (**/*.txt), a folder saved by datasets, a hub id, python-docs or
-    python-stdlib. Files: .jsonl, .json (objects, one a line or in an array), .csv, .tsv, .parquet,
-    .arrow and text, each also packed (.gz, .bz2, .xz, .zst); docs/data.md has all endings."""
+    """A file, a glob (**/*.txt), a folder saved by datasets, a Hugging Face id, python-docs or
+    python-stdlib. Files: .jsonl, .json (objects, one per line or in an array), .csv, .tsv,
+    .parquet, .arrow and text, each also compressed (.gz, .bz2, .xz, .zst). docs/data.md lists all
+    endings."""
 
     type: Literal["text", "chat", "instruct", "tokens", "preference", "fake"] = "text"
     """text: documents. chat: messages with roles, also with from and value (human, gpt). instruct:
     instruction (with input) and output, or prompt and completion. tokens: token ids. preference: a
     prompt with a chosen and a rejected answer, for training.method: dpo. fake: random token ids, to
-    try machines without data."""
+    test machines without data."""
 
     text_column: Text = "text"
-    """text only: the column that holds the text, in files with columns and datasets."""
+    """text only: the column with the text, in datasets and files with columns."""
 
     columns: dict[Annotated[str, Field(min_length=1)], Text] = {}  # noqa: RUF012 (pydantic copies defaults)
     """Names of the data's columns, if they differ, such as {instruction: question, output: answer}.
@@ -55,8 +56,8 @@ class SourceConfig(Section):
     not write."""
 
     train_on: Literal["assistant", "last", "all"] = "assistant"
-    """chat and instruct: which tokens are trained. assistant: what the assistant says, with the end
-    of its turn. last: its last answer only. all: every token."""
+    """chat and instruct: the tokens to train. assistant: all assistant messages, with the end of
+    each turn. last: only the last assistant message. all: every token."""
 
     split: Text = "train"
     """The split of a Hugging Face dataset, or of a saved folder with several splits."""
@@ -65,12 +66,12 @@ class SourceConfig(Section):
     """The configuration of a Hugging Face dataset, such as wikitext-2-raw-v1."""
 
     weight: Annotated[float, Field(gt=0)] | None = None
-    """Share of the samples that come from this source, relative to the other weights.
-    Left out everywhere: every sample of every source once per epoch."""
+    """Share of the samples that come from this source, relative to the other weights. If no source
+    has a weight, each epoch uses every sample of every source once."""
 
 
 class DataConfig(Section):
-    """What the model reads."""
+    """The training data."""
 
     sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1, strict=False)]
     """One or more sources of training data."""
@@ -79,18 +80,18 @@ class DataConfig(Section):
     """Tokens in one sample."""
 
     packing: bool = True
-    """true: several documents in a sample, so that nearly nothing is padding. text: one after
-    another, cut where a sample is full; other types: whole ones that fill a sample best, the same
-    ones in every epoch. false: one document a sample, short ones padded (padding is never trained
-    on). Pairs of preferences are never packed."""
+    """true: put several documents into a sample, so that nearly no token is padding. isles cuts
+    text at the end of a sample; for other types isles combines whole documents, the same ones in
+    every epoch. false: one document per sample, with padding that is never trained. isles never
+    packs preference pairs."""
 
     isolate_documents: bool | None = None
-    """Whether packed documents attend to themselves alone, as if each were a row of its own: then
-    nothing that is trained depends on what else is in the sample. null: yes, save for text."""
+    """Whether each packed document attends only to itself, so that the other documents in the
+    sample do not affect it. Default: true, except for text."""
 
     too_long: Literal["truncate", "drop"] = "truncate"
-    """What becomes of a conversation (or other row that is not text) of more than seq_length
-    tokens. Long text is cut into several samples."""
+    """What isles does with a conversation, or another row that is not text, of more than seq_length
+    tokens. isles always splits long text into several samples."""
 
     max_bad_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of a source's rows that isles may skip because they are broken. The log names the first
@@ -98,13 +99,13 @@ class DataConfig(Section):
     isles skips none."""
 
     streaming: bool = False
-    """Prepare the tokens piece by piece while training, and forget them after use: for data that is
-    larger than the disk. Samples are shuffled within pieces of some 16 million tokens. The run
-    needs max_steps or max_time, and several sources need weights."""
+    """Prepare the tokens in pieces during training, and discard them after use, for data that does
+    not fit the disk. isles shuffles samples within pieces of about 16 million tokens. The run needs
+    max_steps or max_time, and several sources need weights."""
 
     validation_fraction: Annotated[float, Field(ge=0, le=0.5)] = 0.02
-    """Share of the documents held out for evaluation, at least one. isles holds out the end of a
-    single text. Without evaluation: 0."""
+    """Share of the documents held out for evaluation, at least one document. isles holds out the
+    end of a single text. 0 disables evaluation."""
 
     cache_dir: Text | None = None
     """Folder for prepared tokens. Default: data in $XDG_CACHE_HOME/isles, or in ~/.cache/isles,
@@ -112,7 +113,7 @@ class DataConfig(Section):
 
 
 def isolates(data: DataConfig, source: SourceConfig) -> bool:
-    """Whether documents of a source that share a sample are kept apart.
+    """Whether documents of a source are isolated if they share a sample.
 
     Pairs of preferences and fake samples are never packed.
     """
@@ -124,5 +125,5 @@ def isolates(data: DataConfig, source: SourceConfig) -> bool:
 
 
 def isolates_any(data: DataConfig) -> bool:
-    """Whether packed documents of any source are kept apart."""
+    """Whether packed documents of any source are isolated."""
     return any(isolates(data, source) for source in data.sources)

@@ -11,17 +11,18 @@ from isles.errors import MissingDependencyError, not_installed
 
 
 class ModelConfig(Section):
-    """Which model is trained, and from what it starts."""
+    """The model to train, and its initial weights."""
 
     name_or_path: Text
-    """A Hugging Face hub id, a local folder or config.json, or a shape shipped with isles."""
+    """A Hugging Face id, a local folder or config.json, or a shape shipped with isles."""
 
     init: Literal["pretrained", "scratch"] = "pretrained"
-    """pretrained: load the weights (safetensors). scratch: the architecture with fresh weights."""
+    """pretrained: load the weights (safetensors). scratch: start with random weights."""
 
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
-    """Attention: sdpa is PyTorch's fused attention; eager is the plain one, for looking inside;
-    flash_attention_2 needs the package flash-attn and a GPU; flex_attention needs a GPU."""
+    """Implementation of attention. sdpa: PyTorch's fused attention. eager: unfused and slower, for
+    debugging. flash_attention_2: needs the package flash-attn and a GPU. flex_attention: needs a
+    GPU."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models whose code you have read."""
@@ -33,11 +34,11 @@ OWN_VARIABLES = frozenset(
         *("chat_template", "conversations", "return_assistant_tokens_mask"),
     )
 )
-"""Variables of a chat template that isles and transformers give to it."""
+"""Variables of a chat template that isles and transformers set."""
 
 
 class TokenizerConfig(Section):
-    """Which tokenizer; left out, the model's own."""
+    """The tokenizer. Default: the tokenizer of the model."""
 
     name_or_path: Text | None = None
     """A Hugging Face id or a local folder. Default: the tokenizer in the model's folder."""
@@ -51,31 +52,31 @@ class TokenizerConfig(Section):
     `isles generate --chat`. A row may set its own in the column chat_template_kwargs."""
 
     add_special_tokens: bool = True
-    """Begin and end a text as the tokenizer does: with BOS for Llama and Gemma, without for Qwen. A
-    chat is what its template writes. false: a text gets its end-of-text token alone, and so does
-    the tokenizer that the run keeps and exports."""
+    """Add the special tokens that the tokenizer puts before and after a text: BOS for Llama and
+    Gemma, none for Qwen. Chats keep what their template writes. false: a text gets only its
+    end-of-text token, and the saved and exported tokenizer does the same."""
 
     train_vocab_size: Annotated[int, Field(ge=260, le=1_000_000)] | None = None
-    """Train a byte-level BPE of at most this many tokens on the data, and keep it with the run."""
+    """Train a byte-level BPE tokenizer of at most this many tokens on the data, and keep it with
+    the run."""
 
 
 class AdapterConfig(Section):
-    """Low-rank adapters (arXiv:2106.09685), by peft, beside a frozen model."""
+    """Low-rank adapters (arXiv:2106.09685) from peft, on a frozen model."""
 
     type: Literal["none", "lora", "qlora"] = "none"
-    """none: every weight is trained. lora: the model is frozen, and small matrices beside its own
-    are trained. qlora (arXiv:2305.14314): as lora, and the frozen matrices are held in 4 bits by
-    bitsandbytes, whole on every rank. What is frozen is held in 16 bits unless
-    training.precision is 32-true."""
+    """none: train every weight. lora: freeze the model, and train small matrices next to its own.
+    qlora (arXiv:2305.14314): also hold the frozen matrices in 4 bits (bitsandbytes), complete on
+    every rank. Frozen weights have 16 bits unless training.precision is 32-true."""
 
     r: Annotated[int, Field(ge=1, le=65_536)] = 16
-    """Rank of the small matrices."""
+    """Rank of the adapter matrices."""
 
     alpha: Annotated[float, Field(gt=0)] = 32.0
-    """What they compute is scaled by alpha / r (with rslora: by alpha / sqrt(r))."""
+    """Scale of the adapter output: alpha / r, or alpha / sqrt(r) with use_rslora."""
 
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout on what goes into them."""
+    """Dropout on the adapter input."""
 
     target_modules: (
         Literal["all-linear"] | Annotated[tuple[Text, ...], Field(min_length=1, strict=False)]
@@ -87,20 +88,20 @@ class AdapterConfig(Section):
     """Modules to train and save in full next to the adapter, such as [embed_tokens, lm_head]."""
 
     use_rslora: bool = False
-    """Rank-stabilised scale (arXiv:2312.03732)."""
+    """Use the rank-stabilized scale (arXiv:2312.03732)."""
 
     use_dora: bool = False
-    """Weight-decomposed adapters: magnitude and direction apart (arXiv:2402.09353)."""
+    """Use weight-decomposed adapters, with separate magnitude and direction (arXiv:2402.09353)."""
 
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
     """qlora: the 4-bit type."""
 
     bnb_4bit_use_double_quant: bool = True
-    """qlora: quantise the quantisation constants too, about 0.4 bits a weight less."""
+    """qlora: also quantize the quantization constants. Saves about 0.4 bits per weight."""
 
 
 def missing_package(adapter: AdapterConfig) -> MissingDependencyError | None:
-    """The error to raise where a package of the adapter is not installed; imports nothing."""
+    """The error to raise if a package of the adapter is not installed. Imports nothing."""
     needed = {"none": {}, "lora": {"peft": "train"}}
     needed["qlora"] = {**needed["lora"], "bitsandbytes": "qlora"}
     user, key = f"adapter.type {adapter.type}", "adapter.type"

@@ -1,4 +1,4 @@
-"""The section `outer`: one model on several clusters that average now and then."""
+"""The section `outer`: several clusters train one model and average periodically."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ CodecName = Literal["none", "bf16", "int8", "int4", "topk"]
 
 def _rate(text: str) -> str:
     if parse_bytes(text.removesuffix("/s")) < 1:
-        raise ValueError(f"{text} is no rate")
+        raise ValueError(f"{text} is not a valid rate")
     return text
 
 
 Rate = Annotated[str, AfterValidator(_rate), own_type("rate", "20MB")]
-"""Bytes a second, written as `500kB`, `20MB` or `20MB/s`."""
+"""Bytes per second, written as `500kB`, `20MB` or `20MB/s`."""
 
 Address = Annotated[
     str,
@@ -34,14 +34,14 @@ PeerAddress = Annotated[
     Field(pattern=r"^/[^\s,]+/p2p/[A-Za-z0-9]+$", max_length=500),
     own_type("peer", "/ip4/203.0.113.5/tcp/30001/p2p/QmXyz"),
 ]
-"""A libp2p multiaddress that names the peer, as `hivemind-dht` prints it."""
+"""A libp2p multiaddress with the peer's id, as `hivemind-dht` prints it."""
 
 ListenAddress = Annotated[
     str,
     Field(pattern=r"^/[^\s,]+$", max_length=500),
     own_type("maddr", "/ip4/0.0.0.0/tcp/30001"),
 ]
-"""A libp2p multiaddress without a peer."""
+"""A libp2p multiaddress without a peer id."""
 
 
 BucketUrl = Annotated[
@@ -49,7 +49,7 @@ BucketUrl = Annotated[
     Field(pattern=r"^(file:///[^\s]+|[a-z][a-z0-9]*://[^\s/]+(/[^\s]*)?)$", max_length=1000),
     own_type("bucket", "s3://bucket/prefix"),
 ]
-"""A prefix in object storage, or a folder that all share."""
+"""A prefix in object storage, or a folder that all clusters share."""
 
 
 class NoOuter(Section):
@@ -60,146 +60,151 @@ class NoOuter(Section):
 
 
 class CodecConfig(Section):
-    """How updates travel, with settings."""
+    """Compression of updates, with settings."""
 
     kind: CodecName = "int8"
-    """none: as fp32. bf16: 2 bytes a number. int8: 1 byte. int4: half a byte. topk: only the
-    largest numbers, in 2 bits each. What int8, int4 and topk leave out is added to the next."""
+    """none: fp32. bf16: 2 bytes per number. int8: 1 byte. int4: half a byte. topk: only the largest
+    numbers, in 2 bits each. int8, int4 and topk add the error of each update to the next."""
 
     density: Annotated[float, Field(gt=0, le=1)] = 0.4
-    """topk: which part of the numbers travels. With fewer it learns worse."""
+    """topk: share of the numbers to send. With a smaller share the model learns worse."""
 
 
 class WaitConfig(Section):
     """A round that does not wait for every cluster."""
 
     time_boxed: Annotated[DurationS, Field(gt=0)] | None = None
-    """So long after the first contribution a round is closed. A slower cluster contributes what it
-    has by then, weighted by its tokens."""
+    """Time from the first contribution to the end of a round. A slower cluster contributes its
+    steps so far, weighted by its tokens."""
 
     quorum: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """A round is closed when so many clusters have contributed and `grace` is over."""
+    """Number of contributions after which a round ends, once `grace` is over."""
 
     grace: Annotated[DurationS, Field(ge=0)] = 30.0
-    """quorum: for so long the others may still come."""
+    """quorum: how long the round still accepts contributions of other clusters."""
 
 
 class HivemindConfig(Section):
-    """engine hivemind: how a cluster finds the others, and is found."""
+    """engine hivemind: how the clusters find each other."""
 
     initial_peers: Annotated[tuple[PeerAddress, ...], Field(strict=False)] = ()
-    """Where to begin: what `hivemind-dht`, or another cluster, prints after --initial_peers.
-    Empty: this cluster is the first."""
+    """Addresses to connect to first: `hivemind-dht`, or another cluster, prints them after
+    --initial_peers. If omitted, this cluster is the first."""
 
     host_maddrs: Annotated[tuple[ListenAddress, ...], Field(strict=False, min_length=1)] = (
         "/ip4/127.0.0.1/tcp/0",
     )
-    """Where this cluster listens, such as [/ip4/0.0.0.0/tcp/30001]. The default is reached from
-    this machine only."""
+    """Addresses where this cluster listens, such as [/ip4/0.0.0.0/tcp/30001]. The default accepts
+    connections from this machine only."""
 
     announce_maddrs: Annotated[tuple[ListenAddress, ...], Field(strict=False)] = ()
-    """What the others are told instead, behind a router that passes a port on."""
+    """Addresses to announce to the other clusters instead, behind a router that forwards a port."""
 
     identity_path: Text | None = None
-    """Private key, which makes this cluster's address last; made where it is not there. null: one
-    in the run directory."""
+    """Private key that keeps this cluster's address the same. isles makes the file if it is
+    missing. Default: a key in the run directory."""
 
     secret_file: Text | None = None
-    """A file whose content all clusters share, a long random line. null: whoever reaches a
-    cluster may take part."""
+    """A file with a long random line that all clusters share. Default: no secret, so everyone who
+    reaches a cluster can join."""
 
     relay: bool = False
-    """Reach others, and be reached, through relays, where there is no other way (NAT)."""
+    """Use relays if a direct connection is impossible (NAT)."""
 
     nat: bool = False
-    """Ask the router to pass a port on (UPnP)."""
+    """Ask the router to forward a port (UPnP)."""
 
 
 class DiLoCoConfig(Section):
-    """Clusters train alone for `sync_every` inner steps, then average what they have learnt
-    (DiLoCo, arXiv:2311.08105; with fragments Streaming DiLoCo, arXiv:2501.18512)."""
+    """Clusters train alone for `sync_every` inner steps, then average their updates (DiLoCo,
+    arXiv:2311.08105; with fragments Streaming DiLoCo, arXiv:2501.18512)."""
 
     kind: Literal["diloco"] = "diloco"
     """Averages of pseudo-gradients, and SGD with Nesterov momentum on them."""
 
     sync_every: Annotated[int, Field(ge=1, le=10**9)] | Literal["auto"] = 500
-    """Inner steps in which every weight is averaged once. auto: from the measured links and steps,
-    so that averaging takes at most max_sync_overhead of the time."""
+    """Inner steps between two averages of the same weight. auto: isles measures links and steps,
+    and keeps averaging below max_sync_overhead of the time."""
 
     max_sync_overhead: Annotated[float, Field(gt=0, le=1)] = 0.02
-    """sync_every auto: which part of the time the links may take."""
+    """sync_every auto: largest share of the time for averaging."""
 
     lr: Annotated[float, Field(gt=0, le=10)] = 0.7
     """Learning rate of the outer optimizer."""
 
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Nesterov momentum of the outer optimizer. codec topk: at most 0.7,
-    with lr: 0.9."""
+    """Nesterov momentum of the outer optimizer. With codec topk at most 0.7, together with lr:
+    0.9."""
 
     warmup_rounds: Annotated[int, Field(ge=0, le=10**6)] = 0
-    """So many first rounds only average, with lr 1 and no momentum. A model that begins from
-    scratch learns better with some, see docs/clusters.md."""
+    """Number of first rounds that only average, with lr 1 and no momentum. A model from scratch
+    learns better with some of them, see docs/clusters.md."""
 
     warmup_sync_every: Annotated[int, Field(ge=1, le=10**9)] | None = None
-    """warmup_rounds: inner steps of each of these rounds. null: as sync_every."""
+    """Inner steps of each of the warmup_rounds. Default: sync_every."""
 
     max_norm: Annotated[float, Field(gt=0)] | None = None
-    """Clip the norm of an averaged update to this. null: no clipping."""
+    """Largest norm of an averaged update; larger updates are clipped. Default: no limit."""
 
     codec: CodecName | CodecConfig = "int8"
-    """How updates travel: none, bf16, int8, int4, topk, or with settings such as
-    {kind: topk, density: 0.01}."""
+    """Compression of updates: none, bf16, int8, int4, topk, or a section such as {kind: topk,
+    density: 0.01}."""
 
     fragments: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Parts of the model that are averaged by turns, one every sync_every / fragments steps."""
+    """Number of parts of the model, which are averaged in turn, one every sync_every / fragments
+    steps."""
 
     delay: Annotated[int, Field(ge=0, le=10**6)] = 0
-    """Inner steps that go on while a fragment is averaged. 0: the cluster waits for the average."""
+    """Inner steps that the cluster takes while a fragment is averaged. With 0 the cluster waits for
+    the average."""
 
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """delay: how much of the way to the average is not gone, when it comes."""
+    """delay: weight of the cluster's own values when the average arrives. 0 takes the average, 1
+    keeps the own values."""
 
     engine: Literal["hub", "hivemind", "bucket"] = "hub"
-    """hub: through the hub, to which clusters only dial out. hivemind: the hub is in
-    one of the clusters, found and reached over libp2p; see docs/hivemind.md. bucket: in
-    object storage, without a hub; see docs/bucket.md."""
+    """hub: clusters connect to the hub, and need only outgoing connections. hivemind: one of the
+    clusters has the hub, and libp2p finds it; see docs/hivemind.md. bucket: clusters exchange files
+    in object storage, without a hub; see docs/bucket.md."""
 
     url: BucketUrl | None = None
-    """engine bucket: where the clusters meet, s3://bucket/prefix, gs://… or file:///shared/folder.
-    Credentials are found as by your provider's own tools."""
+    """engine bucket: the shared place, s3://bucket/prefix, gs://… or file:///shared/folder. isles
+    finds credentials like your provider's own tools."""
 
     hivemind: HivemindConfig | None = None
     """engine hivemind: addresses."""
 
     wait: Literal["all"] | WaitConfig = "all"
-    """Whom a round waits for: all clusters that live, or {time_boxed: 60s}, or
-    {quorum: 2, grace: 30s}."""
+    """When a round ends: with all connected clusters, or {time_boxed: 60s}, or {quorum: 2, grace:
+    30s}."""
 
     min_clusters: Annotated[int, Field(ge=1, le=4096)] = 1
-    """A round has at least so many contributions."""
+    """Smallest number of contributions in a round."""
 
     hub: Address | None = None
-    """Where the clusters meet, host:port. null: a hub is started with the run."""
+    """Address of the hub, host:port. Default: isles starts a hub with the run."""
 
     public: Address | None = None
-    """How clusters elsewhere reach the hub that is started with the run, host:port.
-    null: by this machine's own name."""
+    """Public address of the hub that isles starts with the run, host:port, for clusters at other
+    sites. Default: the name of this machine."""
 
     max_rate: Rate | None = None
-    """Bytes a second that a cluster sends at most, and that it fetches at most. null: no limit."""
+    """Upper limit on a cluster's send rate, and on its receive rate. Default: no limit."""
 
     outlier: Annotated[float, Field(gt=1, le=10**6)] = 10.0
-    """An update is refused, with its cluster's name, when it is so many times larger than usual."""
+    """isles refuses an update of more than this many times the usual size, and logs the name of its
+    cluster."""
 
     dead_after: Annotated[DurationS, Field(ge=1)] = 10.0
-    """A cluster that is not heard for so long is dropped from the round; it may come back."""
+    """Time without a heartbeat after which a round continues without a cluster. The cluster may
+    reconnect."""
 
     deadline: Annotated[DurationS, Field(ge=1)] = 60.0
-    """Longest wait of a cluster for an average; then its inner steps go on, and the average is
-    taken in when it comes."""
+    """Longest time that a cluster waits for an average. Then it continues its inner steps, and
+    applies the average when it arrives."""
 
     def is_warmup(self, outer_step: int, num_fragments: int) -> bool:
-        """Whether a round, of a layout of so many fragments, is of the rounds that only average."""
+        """Whether a round, with this number of fragments, is one of the warmup_rounds."""
         return outer_step // num_fragments < self.warmup_rounds
 
     @property
@@ -209,13 +214,13 @@ class DiLoCoConfig(Section):
 
     @property
     def codec_text(self) -> str:
-        """The codec in a word, as the hub knows it."""
+        """The codec as one word, as the hub writes it."""
         codec = self.codec_config
         return f"topk:{codec.density!r}" if codec.kind == "topk" else codec.kind
 
     @property
     def hub_settings(self) -> dict[str, str | int | float]:
-        """What the hub of the run is told (`isles.outer.hub.rules.Settings`)."""
+        """Settings for the hub of the run (`isles.outer.hub.rules.Settings`)."""
         found: dict[str, str | int | float] = {
             "wait": "all",
             "min_clusters": self.min_clusters,
@@ -232,7 +237,7 @@ class DiLoCoConfig(Section):
 
     @property
     def max_bytes_per_s(self) -> float:
-        """`max_rate` as a number; 0: no limit."""
+        """`max_rate` as a number, or 0 without a limit."""
         return 0.0 if self.max_rate is None else parse_bytes(self.max_rate.removesuffix("/s"))
 
 

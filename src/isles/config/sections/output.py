@@ -1,4 +1,4 @@
-"""The sections `checkpoint` and `track`: what a run leaves."""
+"""The sections `checkpoint` and `track`: the results of a run."""
 
 from __future__ import annotations
 
@@ -16,55 +16,56 @@ HubId = Annotated[
         json_schema_extra={"x-isles-type": "hub-id"},
     ),
 ]
-"""A repository of the Hugging Face hub."""
+"""A repository at Hugging Face."""
 
 
 class CheckpointConfig(Section):
-    """When to save, and how many to keep."""
+    """When to save checkpoints, and how many to keep."""
 
     every_steps: Annotated[int, Field(ge=1)] | None = 200
-    """Save every so many steps. null: only by time, on a stop and at the end."""
+    """Steps between two checkpoints. null: save only by time, on a stop and at the end."""
 
     every_minutes: Annotated[float, Field(gt=0)] | None = 20.0
-    """Save when this many minutes have passed since the last save. null: never by time."""
+    """Minutes between two checkpoints. null: do not save by time."""
 
     keep: Annotated[int, Field(ge=1)] = 3
-    """Newest checkpoints that are kept; an older one goes only when a newer one is verified."""
+    """Number of checkpoints to keep. isles deletes an old checkpoint only after it has verified a
+    newer one."""
 
     async_save: bool = True
-    """Write in the background while training goes on."""
+    """Write in the background while training continues."""
 
     export_on_finish: bool = True
     """At the end, write RUN/model: a Hugging Face folder that from_pretrained loads."""
 
     export_dtype: Literal["base", "float32", "bfloat16", "float16"] = "base"
-    """Type of the weights in an exported model. base: the type of the files that training began
-    with; a model from scratch is exported in the type that it was trained in. With an
-    adapter, the key applies to a merged model only, also if `isles checkpoint export
-    --merge-adapter` merges it later; the adapter alone keeps its training type."""
+    """Type of the weights in an exported model. base: the type of the initial model files; a model
+    from scratch keeps the type of its training. With an adapter, this key applies only to a merged
+    model, also if `isles checkpoint export --merge-adapter` merges it later; the adapter itself
+    keeps its training type."""
 
     merge_adapter: bool = False
-    """Export a whole model with the adapter merged into it. false: the adapter alone, as peft loads
-    it."""
+    """Export a whole model with the adapter merged into it. false: export only the adapter, in
+    peft's format."""
 
     max_shard_gb: Annotated[float, Field(ge=1e-6, le=1000)] = 5.0
-    """Largest file of weights in an export, in GB (10^9 bytes), and so the memory that it needs. A
-    larger tensor has a separate file."""
+    """Largest weight file of an export in GB (10^9 bytes), which also bounds the memory for the
+    export. A larger tensor gets a separate file."""
 
     push_to_hub: HubId | None = None
-    """Upload the export to this repository of the Hugging Face hub, owner/name; made private if it
-    is not there. The token comes from `hf auth login` or HF_TOKEN, and is checked before the start.
-    An upload that fails is not the run's failure: the export stays, and the log says how to
-    repeat it."""
+    """Upload the export to this Hugging Face repository, owner/name. isles makes a missing
+    repository as a private one. The token comes from `hf auth login` or HF_TOKEN, and isles checks
+    it before the start. A failed upload does not fail the run: the export stays, and the log shows
+    how to repeat the upload."""
 
     remote: Text | None = None
-    """Also keep verified checkpoints here, so that a new machine can resume the run:
+    """Also keep verified checkpoints at this address, so that a new machine can resume the run:
     s3://bucket/prefix, gs://, hf://, or a folder. Needs `pip install 'isles[bucket]'` (gs: gcsfs).
-    isles keeps the run in NAME-N below this address. Never write credentials here: isles takes them
-    from the places where the bucket's own tools look, on the machine of rank 0."""
+    isles keeps the run in NAME-N below this address. Never write credentials here: isles finds them
+    like the bucket's own tools, on the machine of rank 0."""
 
     timeout: DurationS = 1800.0
-    """Longest wait for one checkpoint to be written, before the run stops with an error."""
+    """Longest time for writing one checkpoint. Then the run stops with an error."""
 
 
 TrackerName = Literal["jsonl", "tensorboard", "wandb", "mlflow"]
@@ -74,7 +75,7 @@ class JsonlConfig(Section):
     """RUN/metrics.jsonl, which every run writes."""
 
     kind: Literal["jsonl"] = "jsonl"
-    """Its rows are what `isles status` and loss.png are made from."""
+    """`isles status` and loss.png use its rows."""
 
 
 class TensorBoardConfig(Section):
@@ -89,7 +90,7 @@ class WandbConfig(Section):
     WANDB_API_KEY."""
 
     kind: Literal["wandb"] = "wandb"
-    """Its own files lie in RUN/wandb."""
+    """wandb keeps its files in RUN/wandb."""
 
     project: Text | None = None
     """Project. Default: $WANDB_PROJECT, or isles if it is not set."""
@@ -104,8 +105,8 @@ class WandbConfig(Section):
     """Tags of the run."""
 
     mode: Literal["online", "offline"] | None = None
-    """offline: record only, to be sent by `wandb sync` later. null: $WANDB_MODE, else online where
-    there is a key, and offline (the log says so) where there is none."""
+    """offline: only record; `wandb sync` uploads later. Default: $WANDB_MODE, else online with a
+    key, and offline without a key, which isles logs."""
 
 
 class MLflowConfig(Section):
@@ -136,5 +137,5 @@ _BY_NAME: dict[TrackerName, type[TrackerConfig]] = {
 
 
 def tracker_sections(track: tuple[TrackerName | TrackerConfig, ...]) -> tuple[TrackerConfig, ...]:
-    """Every entry of `track` as a section; a plain name is one with its defaults."""
+    """Every entry of `track` as a section. A name becomes a section with default values."""
     return tuple(_BY_NAME[entry]() if isinstance(entry, str) else entry for entry in track)

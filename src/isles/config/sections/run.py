@@ -17,13 +17,13 @@ from isles.config.sections.strategy import AutoStrategy, StrategyConfig
 from isles.config.sections.training import TrainingConfig, WatchdogConfig
 
 NO_MODEL = ModelConfig(name_or_path="llama-2m", init="scratch")
-"""Stands where a script's run file has no model; nothing reads it."""
+"""Stand-in for the model in the run file of a script. Nothing reads it."""
 
 NO_DATA = DataConfig(sources=(SourceConfig(type="fake"),))
-"""Stands where a script's run file has no data; nothing reads it."""
+"""Stand-in for the data in the run file of a script. Nothing reads it."""
 
 USED = ("name", "output_dir", "training", "watchdog", "clusters")
-"""The keys of a run file that a script's run uses; and of checkpoint, its timeout."""
+"""Keys of a run file that the run of a script uses, and the timeout of checkpoint."""
 
 USED_IN_TRAINING = ("script", "script_args")
 
@@ -38,55 +38,56 @@ class RunConfig(Section):
     """Seed of the weights, the order of the data and dropout."""
 
     output_dir: Text = "runs"
-    """Folder of the run directories; relative to where isles is called."""
+    """Folder of the run directories, relative to the current folder."""
 
     model: ModelConfig
-    """Which model."""
+    """The model to train."""
 
     tokenizer: TokenizerConfig = TokenizerConfig()
-    """Which tokenizer."""
+    """The tokenizer."""
 
     adapter: AdapterConfig = AdapterConfig()
-    """Train a few matrices beside a frozen model instead of all weights."""
+    """Train a few small matrices and freeze the model, instead of training all weights."""
 
     data: DataConfig
-    """What the model reads."""
+    """The training data."""
 
     training: TrainingConfig
-    """How long, how large, how fast, how precise."""
+    """Length, batch size, optimizer and precision."""
 
     strategy: StrategyConfig = AutoStrategy()
-    """How a cluster holds the model."""
+    """How the ranks of a cluster share the model."""
 
     balance: BalanceConfig = "auto"
-    """Rows of each rank in a step. auto: as many as its measured speed and memory allow, so that
-    unequal GPUs need equal time; even; or shares by host or rank, such as {big-box: 3, "2": 1}."""
+    """Share of each rank in the global batch. auto: in proportion to its measured speed and within
+    its memory, so that unequal GPUs finish a step together. even: the same for all ranks. Or shares
+    by host or rank, such as {big-box: 3, "2": 1}."""
 
     outer: OuterConfig = NoOuter()
     """How several clusters train one model over slow links."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """When to save, and how many to keep."""
+    """When to save checkpoints, and how many to keep."""
 
     track: Annotated[tuple[TrackerName | TrackerConfig, ...], Field(strict=False)] = (
         "jsonl",
         "tensorboard",
     )
-    """Where curves go besides metrics.jsonl, which every run writes: names, or sections with
+    """Trackers for the metrics. Every run also writes metrics.jsonl. Give names, or sections with
     settings, such as [tensorboard, {kind: wandb, project: p}, {kind: mlflow, experiment: e}]."""
 
     watchdog: WatchdogConfig = WatchdogConfig()
-    """What happens when a step takes far longer than usual."""
+    """What isles does if a step takes far longer than usual."""
 
     clusters: Annotated[
         tuple[ClusterConfig, ...], Field(min_length=1, max_length=64, strict=False)
     ] = (ClusterConfig(),)
-    """Where the ranks run. Left out: this machine. Several need `outer: {kind: diloco}`."""
+    """Where the ranks run. Default: this machine. Several clusters need `outer: {kind: diloco}`."""
 
     @model_validator(mode="before")
     @classmethod
     def _fill_absent(cls, data: object) -> object:
-        """The data, with a stand-in for the model and the data that a script does not need."""
+        """The data, with stand-ins for the model and the data that a script does not need."""
         if not isinstance(data, Mapping):
             return data
         training = data.get("training")
@@ -96,11 +97,11 @@ class RunConfig(Section):
 
     @property
     def diloco(self) -> DiLoCoConfig | None:
-        """The outer steps; None where there are none."""
+        """The settings of the outer steps, or None without outer steps."""
         return self.outer if isinstance(self.outer, DiLoCoConfig) else None
 
     def of_cluster(self, index: int) -> RunConfig:
-        """The run as one of its clusters has it: that cluster alone, with its own strategy."""
+        """The run of one of its clusters: only that cluster, with its own strategy."""
         cluster = self.clusters[index]
         own: dict[str, Any] = {
             "clusters": (cluster.model_copy(update={"strategy": None, "balance": None}),)
@@ -112,7 +113,7 @@ class RunConfig(Section):
         return self.model_copy(update=own)
 
     def at(self, key: str) -> Any:  # values are of every type
-        """The value or section of a dotted key; None where sections of this kind lack it."""
+        """The value or section of a dotted key, or None if sections of this kind lack the key."""
         found: Any = self
         for name in key.split("."):
             found = found[int(name)] if isinstance(found, tuple) else getattr(found, name, None)

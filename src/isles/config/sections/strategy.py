@@ -1,4 +1,4 @@
-"""The section `strategy`: how a cluster holds the model."""
+"""The section `strategy`: how the ranks of a cluster share the model."""
 
 from __future__ import annotations
 
@@ -15,51 +15,53 @@ PipelineSchedule = Literal["1f1b", "gpipe", "interleaved-1f1b", "zbv"]
 
 
 class AutoStrategy(Section):
-    """isles chooses from the model's size, the memory and the links, and says why in the log."""
+    """isles chooses from the model's size, the memory and the links, and logs the reason."""
 
     kind: Literal["auto"] = "auto"
-    """ddp where the model and its optimizer fit on every GPU, else fsdp."""
+    """ddp if the model and its optimizer fit on every GPU, else fsdp."""
 
 
 class MeshSection(Section):
-    """Ranks that share one copy of the model in other ways than by data."""
+    """Tensor, context and pipeline parallelism: ranks that share one copy of the model."""
 
     tp_size: Size = 1
-    """Tensor parallel: ranks over which the matrices of each block are cut."""
+    """Tensor parallel: number of ranks that shard the matrices of each block."""
 
     cp_size: Size = 1
-    """Context parallel: ranks over which each sequence is cut."""
+    """Context parallel: number of ranks that shard each sequence."""
 
     cp_method: Literal["allgather", "ulysses"] = "allgather"
-    """How ranks that share a sequence exchange it: all keys and values to all, or (ulysses) heads
-    for tokens; ulysses needs key-value heads that divide by cp_size."""
+    """How context-parallel ranks exchange a sequence. allgather: every rank gets all keys and
+    values. ulysses: ranks exchange heads for tokens, so cp_size must divide the key-value heads."""
 
     pp_size: Size = 1
-    """Pipeline parallel: groups of ranks that hold successive blocks of the model."""
+    """Pipeline parallel: number of groups of ranks, each with successive blocks of the model."""
 
     pp_schedule: PipelineSchedule = "1f1b"
-    """Order of the micro-batches in a pipeline. interleaved-1f1b and zbv put two stages on a
-    rank: smaller bubbles, more messages."""
+    """Order of the micro-batches in a pipeline. interleaved-1f1b and zbv put two stages on each
+    rank, with smaller bubbles and more messages."""
 
 
 class DDPStrategyConfig(MeshSection):
-    """Every rank holds the whole model; gradients are averaged (DistributedDataParallel)."""
+    """Every rank holds the whole model, and the ranks average their gradients
+    (DistributedDataParallel)."""
 
     kind: Literal["ddp"] = "ddp"
     """The whole model on every rank."""
 
     bucket_cap_mb: Annotated[float, Field(gt=0, le=100_000)] = 25.0
-    """MiB of gradients that travel together. Larger: fewer messages, less overlap."""
+    """MiB of gradients in one message. Larger messages are fewer, and overlap less with the
+    backward pass."""
 
     gradient_compression: Literal["none", "bf16", "fp16"] = "none"
-    """Gradients travel in this type: half the bytes, rounded."""
+    """Send gradients in this type: half the bytes, with rounding."""
 
     static_graph: bool = False
     """Promise that every step uses the same parameters in the same order: a little faster."""
 
 
 class FSDPStrategyConfig(MeshSection):
-    """Parameters, gradients and optimizer state are cut over the ranks (FSDP2, fully_shard)."""
+    """The ranks shard parameters, gradients and optimizer state (FSDP2, fully_shard)."""
 
     kind: Literal["fsdp"] = "fsdp"
     """Sharded, block by block."""
@@ -67,59 +69,60 @@ class FSDPStrategyConfig(MeshSection):
     sharding_strategy: Literal[
         "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD"
     ] = "FULL_SHARD"
-    """FULL_SHARD: parameters are gathered for each use. SHARD_GRAD_OP: they stay gathered from
-    forward to backward. HYBRID_SHARD, HYBRID_SHARD_ZERO2: the same inside groups of shard_size
-    ranks, copies between groups. NO_SHARD: copies only."""
+    """FULL_SHARD: gather parameters for each use. SHARD_GRAD_OP: keep them gathered from forward to
+    backward. HYBRID_SHARD, HYBRID_SHARD_ZERO2: the same within groups of shard_size ranks, with a
+    copy in each group. NO_SHARD: a full copy on each rank."""
 
     shard_size: Size | None = None
-    """HYBRID_SHARD only: ranks that share one copy. null: the ranks of one node."""
+    """HYBRID_SHARD only: number of ranks that share one copy. Default: the ranks of one node."""
 
     transformer_layer_cls_to_wrap: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Class names of the blocks that are sharded one by one. Default: found in the model."""
+    """Class names of the blocks to shard one by one. Default: isles finds them in the model."""
 
     cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in the CPU's memory; slow, fits more."""
+    """Keep parameters, gradients and optimizer state in CPU memory. Slower, but fits a larger
+    model."""
 
     forward_prefetch: Annotated[int, Field(ge=0, le=16)] = 0
-    """Blocks that are gathered ahead in the forward pass, beyond the one FSDP2 always does."""
+    """Number of blocks to gather early in the forward pass, in addition to FSDP2's own one."""
 
     backward_prefetch: Annotated[int, Field(ge=0, le=16)] = 0
-    """The same in the backward pass."""
+    """Number of blocks to gather early in the backward pass, in addition to FSDP2's own one."""
 
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type in which gradients travel; bf16 halves the bytes, and rounds."""
+    """Type of gradients in messages. bf16 halves the bytes, with rounding."""
 
 
 class DeepSpeedStrategyConfig(Section):
     """DeepSpeed ZeRO; needs `pip install 'isles[deepspeed]'`."""
 
     kind: Literal["deepspeed"] = "deepspeed"
-    """Sharded by DeepSpeed."""
+    """DeepSpeed shards the model."""
 
     zero_stage: Annotated[int, Field(ge=1, le=3)] = 2
-    """1: optimizer state is cut over the ranks; 2: gradients too; 3: parameters too."""
+    """1: shard the optimizer state. 2: also gradients. 3: also parameters."""
 
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
-    """Where the optimizer state lies. nvme: ZeRO-3 only."""
+    """Where to keep the optimizer state. nvme needs ZeRO-3."""
 
     offload_param: Literal["none", "cpu", "nvme"] = "none"
-    """Where parameters lie while unused. ZeRO-3 only."""
+    """Where to keep unused parameters. Needs ZeRO-3."""
 
     nvme_path: Text | None = None
-    """Folder on a fast disk for offloading to nvme."""
+    """Folder on a fast disk for offload to nvme."""
 
     reduce_bucket_size: Bytes = 500_000_000
-    """Gradient elements that are reduced together."""
+    """Gradient elements in one reduction."""
 
     allgather_bucket_size: Bytes = 500_000_000
-    """Parameter elements that are gathered together (stages 1 and 2)."""
+    """Parameter elements in one all-gather (stages 1 and 2)."""
 
     overlap_comm: bool = True
-    """Reduce gradients while the backward pass goes on."""
+    """Reduce gradients during the backward pass."""
 
     config_file: Text | None = None
-    """A DeepSpeed JSON file that is used as it is; its `"auto"` values come from the run file, and
-    what contradicts the run file is refused."""
+    """A DeepSpeed JSON file to use unchanged. Its `"auto"` values come from the run file. isles
+    refuses values that contradict the run file."""
 
 
 StrategyConfig = Annotated[

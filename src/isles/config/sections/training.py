@@ -1,4 +1,5 @@
-"""The sections `training` and `watchdog`; the length of a run, the learning rate of each step."""
+"""The sections `training` and `watchdog`, the length of a run and the learning rate of each
+step."""
 
 from __future__ import annotations
 
@@ -20,29 +21,31 @@ OptimizerName = Literal["adamw", "adamw_8bit", "sgd", "muon"]
 
 
 class TrainingConfig(Section):
-    """How long, how large, how fast, how precise."""
+    """Length, batch size, optimizer and precision."""
 
     script: Text | None = None
-    """A Python script of your own, started as every rank in place of the built-in trainer, with the
-    variables that torchrun sets; relative to where the ranks run. The file then needs name,
-    training.script and clusters only, and no other key of training means anything."""
+    """Your own Python script. isles starts it as every rank instead of the built-in trainer, with
+    the variables that torchrun sets. The path is relative to the working folder of the ranks. The
+    file then needs only name, training.script and clusters, and isles ignores all other keys of
+    training."""
 
     script_args: Annotated[tuple[Text | int | float, ...], Field(strict=False)] = ()
-    """Its arguments, such as [--epochs, 20]. They can be seen in process lists: no secrets."""
+    """Arguments of the script, such as [--epochs, 20]. Process lists show them, so do not put
+    secrets here."""
 
     method: Literal["causal_lm", "dpo"] = "causal_lm"
-    """causal_lm: predict the next token, of text, chats or instructions. dpo: prefer the chosen
-    answer of a preference source to the rejected one (arXiv:2305.18290)."""
+    """causal_lm: predict the next token of text, chats or instructions. dpo: prefer the chosen
+    answer of a preference source to the rejected answer (arXiv:2305.18290)."""
 
     dpo_beta: Annotated[float, Field(gt=0, le=100)] = 0.1
-    """dpo: how closely the model is held to the one that it began as; larger is closer."""
+    """dpo: how strongly to keep the model close to its initial weights. Larger is closer."""
 
     dpo_label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """dpo: share of the preferences that are taken to be the wrong way round."""
+    """dpo: assumed share of preferences with swapped answers."""
 
     max_steps: PositiveInt | None = None
-    """Length of the run in inner (optimizer) steps. One of max_steps, num_train_epochs or max_time
-    must be given. On the command line, max_steps replaces num_train_epochs of the run file, and
+    """Length of the run in inner (optimizer) steps. Give one of max_steps, num_train_epochs or
+    max_time. On the command line, max_steps replaces num_train_epochs of the run file, and
     num_train_epochs replaces max_steps."""
 
     num_train_epochs: Annotated[float, Field(gt=0, le=10**6)] | None = None
@@ -51,19 +54,20 @@ class TrainingConfig(Section):
     weights, a pass has the same number of samples, but repeats some samples and omits others."""
 
     max_time: Annotated[DurationS, Field(gt=0)] | None = None
-    """Wall-clock limit of training in one start of the run (preparing is not counted), such as
-    23h30m: it saves, exits with 85, and
-    `isles train` again goes on. Given alone, it is the length of the run."""
+    """Wall-clock limit of training in one attempt, without preparation, such as 23h30m. Then isles
+    saves and exits with 85, and `isles train` resumes the run. Given alone, max_time is the length
+    of the run."""
 
     global_batch_size: PositiveInt = 64
-    """Sequences per inner step, over all ranks and accumulation; of preferences, pairs."""
+    """Sequences per inner step, over all ranks and gradient accumulation. For preferences,
+    pairs."""
 
     micro_batch_size: (
         PositiveInt | Literal["auto"] | Annotated[dict[str, PositiveInt], Field(min_length=1)]
     ) = "auto"
-    """Sequences per rank in one forward pass. auto: the largest that fits on the GPU (8 at most
-    on a CPU); gradient accumulation follows from it. Or by host, such as {big-box: 16}, and auto
-    on the others."""
+    """Sequences per rank in one forward pass. auto: the largest number that fits on the GPU, or at
+    most 8 on a CPU. isles derives the gradient accumulation. Or a number by host, such as {big-box:
+    16}, with auto on the other hosts."""
 
     learning_rate: Annotated[float, Field(gt=0, le=100)] = 4e-4
     """Peak learning rate."""
@@ -72,19 +76,19 @@ class TrainingConfig(Section):
     """Shape of the learning rate after the warm-up. wsd: warm-up, stable, then a linear decay."""
 
     warmup_steps: Annotated[int, Field(ge=0, le=10**12)] | Fraction = 0
-    """Steps over which the learning rate rises linearly to its peak; or their share of the run,
-    below 1, such as 0.05."""
+    """Steps of linear warm-up to the peak learning rate, or below 1 the share of the run, such as
+    0.05."""
 
     decay_steps: PositiveInt | None = None
-    """wsd only: steps of the final decay. null: a fifth of the run."""
+    """wsd only: steps of the final decay. Default: a fifth of the run."""
 
     min_lr_ratio: Fraction = 0.0
     """Learning rate at the end, as a share of the peak (linear, cosine and wsd)."""
 
     optimizer: OptimizerName = "adamw"
-    """adamw, adamw_8bit (its state in 8 bits: two bytes a weight instead of eight; needs
-    `pip install 'isles[torchao]'`), sgd, or muon (Muon on matrices, AdamW on embeddings, norms and
-    the head)."""
+    """adamw. adamw_8bit: 8-bit state, with two bytes per weight instead of eight; needs `pip
+    install 'isles[torchao]'`. sgd. muon: Muon for matrices, AdamW for embeddings, norms and the
+    head."""
 
     adam_beta1: Fraction = 0.9
     """Decay of AdamW's first moment."""
@@ -102,60 +106,61 @@ class TrainingConfig(Section):
     """Weight decay on matrices, never on norms and biases; decoupled in adamw and muon."""
 
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Clip the global gradient norm to this. null: no clipping."""
+    """Largest global gradient norm; larger gradients are clipped. null disables clipping."""
 
     precision: Precision = "bf16-mixed"
-    """32-true, bf16-mixed (weights fp32, matmuls bf16), fp16-mixed (with a loss scaler), or
-    bf16-true (weights bf16, least memory)."""
+    """32-true. bf16-mixed: fp32 weights and bf16 matmuls. fp16-mixed: the same with fp16 and a loss
+    scaler. bf16-true: bf16 weights, which need the least memory."""
 
     stochastic_rounding: bool = False
-    """bf16-true with adamw or adamw_8bit: round updated weights up or down at random, so that
-    updates smaller than bf16's steps are kept in the mean; needs `pip install 'isles[torchao]'`.
-    fp32 master weights instead: bf16-mixed."""
+    """bf16-true with adamw or adamw_8bit: round updated weights up or down at random. Updates
+    smaller than the resolution of bf16 then take effect on average. Needs `pip install
+    'isles[torchao]'`. bf16-mixed keeps fp32 master weights instead."""
 
     gradient_checkpointing: Literal["none", "full", "selective"] = "none"
     """Recompute activations in the backward pass to save memory. selective: keep the results of
-    matrix products and attention, recompute the rest."""
+    matrix products and attention, and recompute the rest."""
 
     torch_compile: bool = False
     """Compile the model with torch.compile: slower start, faster steps."""
 
     logging_steps: PositiveInt = 10
-    """Record loss, speed and memory every so many steps."""
+    """Steps between two records of loss, speed and memory."""
 
     eval_steps: PositiveInt | None = 200
-    """Evaluate every so many steps, and at the end. null: only at the end."""
+    """Steps between two evaluations. isles also evaluates at the end. null: evaluate only at the
+    end."""
 
     eval_samples: PositiveInt | None = 512
     """Validation sequences per evaluation, always the same ones. null: all of them."""
 
 
 class WatchdogConfig(Section):
-    """Notices a step that takes far longer than usual, says which rank is behind and where it
-    stands, and keeps the stacks of all ranks under the run directory."""
+    """Notices a step that takes far longer than usual, reports the slow rank and its position, and
+    keeps the stacks of all ranks in the run directory."""
 
     slow_factor: Annotated[float, Field(ge=2, le=10_000)] = 10.0
-    """A step is taken for stuck when it lasts so many times as long as the usual one."""
+    """How many times longer than usual a step takes before isles reports it as stuck."""
 
     min_time: Annotated[DurationS, Field(ge=1)] = 60.0
-    """And no sooner than this."""
+    """Shortest step that isles can report as stuck."""
 
     max_silence: DurationS | None = 1800.0
-    """A script of your own that has reported no step and printed nothing on any rank for so long is
-    taken for stuck; null: never. Only with training.script."""
+    """For training.script: time without a reported step and without output on any rank before isles
+    reports the script as stuck. null: never."""
 
     action: Literal["report", "stop"] = "report"
-    """report: say so and go on waiting, until clusters.comm_timeout. stop: end the run, or start
-    its ranks again while clusters.max_restarts allows."""
+    """report: log the step, and wait until clusters.0.comm_timeout. stop: stop the run, or restart
+    its ranks up to clusters.0.max_restarts times."""
 
 
 def needs_torchao(training: TrainingConfig) -> bool:
-    """Whether the optimizer of a run is torchao's."""
+    """Whether the run uses an optimizer of torchao."""
     return training.optimizer == "adamw_8bit" or training.stochastic_rounding
 
 
 def missing_torchao(training: TrainingConfig) -> MissingDependencyError | None:
-    """The error to raise where the optimizer needs torchao, and it is not installed."""
+    """The error to raise if the optimizer needs torchao and torchao is not installed."""
     if not needs_torchao(training):
         return None
     key, value = "stochastic_rounding", "true"
@@ -166,13 +171,13 @@ def missing_torchao(training: TrainingConfig) -> MissingDependencyError | None:
 
 @dataclass(frozen=True, slots=True)
 class Epochs:
-    """The global batches of a run whose length is in epochs. Each epoch ends with a step of the
-    samples that are left of it.
+    """The global batches of a run whose length is in epochs. The last step of an epoch has the rest
+    of its samples.
 
     Args:
-        samples: in one pass over the data.
-        end: samples of the whole run; the last pass may be a part of one.
-        batch: samples of the other steps.
+        samples: samples in one pass over the data.
+        end: samples of the whole run, which may end within a pass.
+        batch: samples in each of the other steps.
     """
 
     samples: int
@@ -181,7 +186,8 @@ class Epochs:
 
     @classmethod
     def of(cls, config: TrainingConfig, samples_per_epoch: int) -> Epochs | None:
-        """None: the length of the run is in steps or a time, and all steps are equally large."""
+        """The epochs of a run, or None if its length is in steps or a time, with steps of equal
+        size."""
         if config.num_train_epochs is None or config.max_steps is not None:
             return None
         end = max(1, round(config.num_train_epochs * samples_per_epoch))
@@ -210,11 +216,11 @@ def length_in_steps(
 
     Args:
         config: the run file's section.
-        samples_per_epoch: training samples in one pass over the data; None: not known.
-        step, cursor: steps that are done, and the next sample.
+        samples_per_epoch: training samples in one pass over the data, or None if unknown.
+        step, cursor: finished steps, and the next sample.
 
     Returns:
-        None where the length is a time, or cannot be told without the samples.
+        None if the length is a time, or unknown without the number of samples.
     """
     if config.max_steps is not None or samples_per_epoch is None:
         return config.max_steps
@@ -223,7 +229,7 @@ def length_in_steps(
 
 
 def warmup_in_steps(config: TrainingConfig, total_steps: int | None) -> int:
-    """The warm-up of a run in inner steps; a share always leaves one step at the peak.
+    """The warm-up of a run in inner steps. A share always leaves one step at the peak.
 
     Args:
         config: the run file's section.
