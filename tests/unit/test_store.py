@@ -232,7 +232,7 @@ def test_merging_is_refused_where_there_is_no_adapter(tmp_path):
     run_dir, resolved = RunDir(tmp_path / "tiny-1"), resolve(load(tmp_path, RUN), num_gpus=0)
     add_checkpoint(run_dir, 20)
     options = SimpleNamespace(step=None, push_to_hub=None, output=None, merge_adapter=True)
-    with pytest.raises(UserError, match="has trained no adapter") as caught:
+    with pytest.raises(UserError, match="did not train an adapter") as caught:
         verbs._export(options, run_dir, resolved)
     assert (caught.value.where, caught.value.fix) == ("--merge-adapter", "leave it out")
 
