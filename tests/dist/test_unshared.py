@@ -112,8 +112,8 @@ def test_a_full_disk_of_another_host_is_named(run_file: Path) -> None:
         # The record of rank 1 itself finds no room either, where rank 0 was too late to write it.
         record = read_record(attempt.rank_error(codes.index(ExitCode.TRAINING)))
         said = f"{record['what']} {record['where']}" if record else gang.said()
-        assert "step 4 could not be saved: " in said, gang.said()
-        assert "are free on this disk" in said
+        assert "cannot save step 4: " in said, gang.said()
+        assert "free on this disk" in said
         assert str(disk) in said and "rank 1 on " in said
         assert list_checkpoints(run_dir) == []
         assert left_on(1, run_dir) == []

@@ -211,7 +211,7 @@ def test_a_model_that_is_unknown_or_was_moved_away_is_named(tmp_path):
         assert caught.value.fix
     with pytest.raises(UserError, match="there is no such folder") as caught:
         weights_folder(str(tmp_path / "away"))
-    assert str(tmp_path / "away") in str(caught.value) and "put the model back" in str(caught.value)
+    assert str(tmp_path / "away") in str(caught.value) and "restore the model" in str(caught.value)
 
 
 def test_remote_code_is_not_run_unless_asked(tmp_path):
@@ -342,7 +342,7 @@ def test_fresh_matrices_depend_on_seed_and_name_alone(tmp_path):
     ("", {"target_modules": ("q_prj",)}, "no module 'q_prj'", "did you mean q_proj"),
     ("", {"target_modules": ("q_proj", "qkv")}, "no module 'qkv'", "it has embed_tokens, q"),
     ("", {"target_modules": ("mlp",)}, "cannot have this adapter", "all-linear"),
-    ("", {"modules_to_save": ("mlp",)}, "mlp is to be trained whole, and", "one of them"),
+    ("", {"modules_to_save": ("mlp",)}, "mlp cannot be trained whole while", "one of the two"),
     ("tied", {"modules_to_save": ("lm_head",)}, "shares the weights", "take lm_head out"),
 )
 def test_names_that_do_not_fit_the_model(tied, adapter, what, fix, *, tmp_path):
@@ -355,7 +355,7 @@ def test_names_that_do_not_fit_the_model(tied, adapter, what, fix, *, tmp_path):
 
 def test_quantised_bases_and_missing_packages_are_named(tmp_path, monkeypatch):
     change_config(make_base(tmp_path), quantization_config={"quant_method": "gptq"})
-    with pytest.raises(UserError, match="quantised already"):
+    with pytest.raises(UserError, match="already quantized"):
         adapted(tmp_path)
     for kind, package in (("lora", "peft"), ("qlora", "bitsandbytes")):
         with monkeypatch.context() as patch:
