@@ -103,7 +103,7 @@ def test_turn_tokens_that_nobody_trained_are_named(change, name, tokenizer, tmp_
     set_rows(tmp_path, change, name)
     module = name.split(".")[-2]
     (text,) = notes(tmp_path, tokenizer)
-    assert re.search(rf"<\|im_end\|>.*never trained.*modules_to_save: \[{module}\]", text)
+    assert re.search(rf"<\|im_end\|>.*has not learned.*modules_to_save: \[{module}\]", text)
     assert (START in text) == (change in ("zero", "equal"))
     assert notes(tmp_path, tokenizer, f"adapter.modules_to_save=[{module}]") == []
 

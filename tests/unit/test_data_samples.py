@@ -261,5 +261,5 @@ def test_what_cannot_be_used_is_counted_and_named_and_nothing_at_all_is_an_error
         split_samples(drops, drops.sources[0], store, 0)
     assert "data.too_long: truncate" in e.value.fix
     untrained = replace(store, trained=np.zeros(800, dtype=np.bool_))
-    with pytest.raises(DataError, match="no token that is trained lies in the first 64 tokens"):
+    with pytest.raises(DataError, match="the first 64 tokens have no trained token"):
         split_samples(cuts, cuts.sources[0], untrained, 0)

@@ -119,7 +119,7 @@ def test_what_is_no_tokenizer_or_has_no_end_of_text_is_an_error(trained, tmp_pat
     newer.write_text(newer.read_text().replace('"BPE"', '"of a newer library"'))
     for name, what in [
         ("none", "no such folder"),
-        ("model", "holds no tokenizer"),
+        ("model", "does not contain a tokenizer"),
         ("damaged", "cannot be used: Expecting property name"),
         ("newer", "cannot be loaded: Exception: "),
     ]:

@@ -101,7 +101,7 @@ def test_an_export_elsewhere_says_where_it_is(tmp_path, monkeypatch) -> None:
         typed = f"{machine}:{tmp_path}/my-model"
         monkeypatch.setenv("ISLES_MACHINE", machine)
         said, fix = exported_lines(9, Path("my-model"))
-        assert said.endswith(f"exported to {typed}") and f"scp -r {typed} ." in fix
+        assert said.endswith(f"exported step 9 to {typed}") and f"scp -r {typed} ." in fix
     launch = {"begun_at": time.time() - 172, "launcher": "ssh"}
     run_dir, _ = recorded_run(tmp_path / "home-1", launch, {"state": "finished"})
     write_record(run_dir.summary, {"steps": 600, "elapsed_s": 79.0})

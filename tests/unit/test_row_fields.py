@@ -175,8 +175,8 @@ def test_rows_as_other_trainers_have_them(row, kind, parts):
 
 
 @each(
-    ({"prompt": "a", "rejected": "b"}, "preference", "no column 'chosen'"),
-    ({"prompt": "a", "completion": "b", "label": True}, "preference", "no column 'chosen'"),
+    ({"prompt": "a", "rejected": "b"}, "preference", "column 'chosen' not found"),
+    ({"prompt": "a", "completion": "b", "label": True}, "preference", "column 'chosen' not found"),
     ({"messages": [{**U, "role": "critic"}, A]}, "chat", "not the name of a role"),
     ({"messages": [{**U, "role": "developer"}, A]}, "chat", "content of message 0 (developer)"),
     ({"messages": [U, {**A, "thinking": "It is wet"}]}, "chat", "the thinking of message 1"),

@@ -1,8 +1,8 @@
-"""Other ways to train the same run: the ladder of what makes it fit, and every strategy.
+"""Other ways to train the same run: the options that save memory, and every strategy.
 
-The ladder is that of docs/one-machine.md, the cheapest rung first, each with its price. Each rung
-keeps the changes of those below it, but for adapters, which train something else, and what cannot
-go together with one of them.
+The options have the order of `isles.config.fit`, the cheapest first, each with its price. Each
+option keeps the changes of the earlier options, except for adapters, which train other weights, and
+for changes that cannot be combined with it.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from isles.balance.balancer import Balancer
 from isles.balance.curve import Curve, slowest
 from isles.balance.revise import Allocation, Device, History, choose, equal_devices, pooled
 from isles.checkpoint.tensors import disk_failure
+from isles.config.fit import memory_advice
 from isles.config.layout import Strategy
 from isles.config.sections.run import RunConfig
 from isles.dist.mesh import Mesh
@@ -228,9 +229,7 @@ class _Chooser:
                     f"one sequence of {self._config.data.seq_length} tokens does not fit on the "
                     "GPU",
                     where=f"rank {rank} on {device.host}",
-                    fix="training.gradient_checkpointing: full, a shorter data.seq_length, an "
-                    "adapter, strategy: {kind: fsdp} over more GPUs, training.optimizer: "
-                    "adamw_8bit, training.precision: bf16-true, or a smaller model",
+                    fix=memory_advice(),
                     id="memory.gpu",
                 )
             together[device.dp_rank].append(curve)

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from isles.checkpoint.load import refuse_other_run
+from isles.config.fit import memory_advice
 from isles.config.resolve import Resolved, digest, load_resolved
 from isles.dist.files import find_disks
 from isles.dist.world import World, is_communication_error, join_world, leave_world
@@ -220,9 +221,7 @@ def _as_user_error(error: Exception) -> UserError | None:
     if no_memory:
         return OutOfMemoryError(
             f"out of memory: {str(error).splitlines()[0] if str(error) else 'no memory left'}",
-            fix="in this order: a smaller training.micro_batch_size (accumulation makes up for "
-            "it), training.gradient_checkpointing: full, a shorter data.seq_length, "
-            "training.precision: bf16-true",
+            fix=memory_advice(),
         )
     if is_communication_error(error):
         first = str(error).strip().splitlines()
