@@ -76,7 +76,7 @@ def test_killed_and_resumed_it_equals_the_run_on_one_disk(run_file: Path) -> Non
     assert gang.wait() == [0, 0], gang.said()
     assert again.path == run_dir.path
     log = gang.log.read_text()
-    assert "disks of their own" in log and "travels to ranks=[1]" in log
+    assert "separate disks" in log and "to ranks=[1]" in log
     assert same_bits(shared, again)
     assert left_on(1, run_dir) == []
     assert not [p for p in run_dir.checkpoints.iterdir() if p.name.startswith(PARTIAL_PREFIX)]

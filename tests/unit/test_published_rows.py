@@ -80,7 +80,7 @@ CHATS = (
         lines,
         [{"source": "Airoboros", "conversation": [{"input": "Why?", "output": "So."}]}],
         CHAT,
-        ("conversation[0] has no role; it has: input, output", '{"role": "user", "content": '),
+        ("conversation[0] lacks role; it has: input, output", '{"role": "user", "content": '),
     ),
     Given(  # SlimOrca
         "oo-labeled_correct.gpt4.sharegpt.jsonl",
@@ -195,7 +195,7 @@ CHATS = (
         array,
         [{"system": "SYSTEM: Help.", "chat": "USER: Why?\n\n\nASSISTANT: So. <|endoftext|>\n\n\n"}],
         {"type": "chat", "columns": {"messages": "chat"}},
-        ("column 'chat' holds str 'USER: Why?", "set type: text and text_column: chat"),
+        ("column 'chat' holds str 'USER: Why?", "set type: text with text_column chat"),
     ),
     Given(
         "glaive-function-calling-v2.json",

@@ -247,7 +247,7 @@ def test_variables_that_the_template_does_not_have():
     row = {"messages": [U, A]}
     given = {"enable_thinkin": False}
     error = refusal({**row, "chat_template_kwargs": given}, template="QWEN_3")
-    assert "is it enable_thinking?" in error.what
+    assert "did you mean enable_thinking?" in error.what
     assert error.fix.endswith("ignore_fields: [chat_template_kwargs]")
     # A variable for other models is named.
     given = {"enable_thinking": False, "persona": "calm"}

@@ -175,8 +175,7 @@ class ChatTemplate:
         others = sorted(chat.variables.keys() - self._known) if chat.variables else []
         for name in others:
             if near := get_close_matches(name, self._own_variables, n=1):  # a typing error
-                what = f"{name} of chat_template_kwargs is not a variable of it; did you mean "
-                f"{near[0]}?"
+                what = f"chat_template_kwargs has {name}, not a variable; did you mean {near[0]}?"
                 raise TemplateRefusal(what, "chat_template_kwargs")
         self._use(chat.variables)
         given = self._prepare(chat)
@@ -207,8 +206,9 @@ class ChatTemplate:
     def _refused(
         self, error: TemplateRefusal, where: str, ignored: Sequence[str] = ()
     ) -> DataError:
-        fix = "use a template that accepts it (tokenizer.chat_template), or repair or remove that "
-        "row"
+        fix = (
+            "use a template that accepts it (tokenizer.chat_template), or repair or remove the row"
+        )
         what = f"the chat template {self._name} refuses this conversation: {error}"
         if not ignored:
             return DataError(what, where=where, fix=fix)
