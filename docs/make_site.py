@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(\]\()([^()#\s:]+)((?:#[^()\s]*)?\))")
 # A removed page, and the page (with an anchor, if one fits) that has its text now.
 MOVED = {
+    "adapters.md": "fine-tuning.md#adapters",
     "hangs.md": "failures.md",
     "home-lab.md": "cookbook-three-home-pcs.md",
     "manual.md": "ssh.md#start-the-nodes-manually",

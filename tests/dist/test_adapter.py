@@ -92,8 +92,8 @@ def test_the_same_ranks_resume_bit_for_bit_and_on_the_same_base(run_file, base, 
     weights["model.norm.weight"][3] += 0.001
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
     error = refusal(run_file, 2, *options, "training.max_steps=30", resume=str(once.path))
-    assert "not those that this adapter was trained beside" in error["what"]
-    assert str(base) in error["what"] and "put the model back" in error["fix"]
+    assert "this adapter was trained with other weights" in error["what"]
+    assert str(base) in error["what"] and "restore the model" in error["fix"]
 
 
 class _Traffic(TorchDispatchMode):

@@ -326,7 +326,7 @@ def test_a_step_that_was_not_finite_some_segments_ago_leaves_a_checkpoint_to_go_
     _, attempt, gang = start(run_file, 1, *hell)
     assert gang.wait()[0][0] == ExitCode.TRAINING, gang.said()
     error = read_record(attempt.rank_error(0)) or {}
-    assert f"step {saved.step + 1} is not finite, while" in error["what"]
+    assert f"step {saved.step + 1} is not finite, although" in error["what"]
 
 
 @pytest.mark.long

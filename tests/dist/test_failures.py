@@ -144,7 +144,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_nothing(run_file: Path) -
     (code, verified), _ = gang.wait()
     assert code == 0 and [info.step for info in list_checkpoints(run_dir)] == [4]
     assert verified == [".partial-step-00000002", ".partial-step-00000004"]
-    assert "left for the next start to remove" in gang.log.read_text()
+    assert "the next attempt will" in gang.log.read_text()
 
 
 def test_full_disk_stops_with_a_clear_error_and_loses_nothing(run_file, tmp_path):
@@ -154,7 +154,7 @@ def test_full_disk_stops_with_a_clear_error_and_loses_nothing(run_file, tmp_path
         run_dir, attempt, gang = start_training(run_file, 2, *length, *saves)
         assert max(gang.wait()) == ExitCode.TRAINING
         errors = [read_record(attempt.rank_error(rank)) or {} for rank in range(2)]
-        for words in ("could not be saved", "are free on this disk"):
+        for words in ("cannot save step", "free on this disk"):
             assert any(words in error.get("what", "") for error in errors)
         kept = list_checkpoints(run_dir)
         assert kept, "what was saved before stays"

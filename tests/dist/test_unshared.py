@@ -76,7 +76,7 @@ def test_killed_and_resumed_it_equals_the_run_on_one_disk(run_file: Path) -> Non
     assert gang.wait() == [0, 0], gang.said()
     assert again.path == run_dir.path
     log = gang.log.read_text()
-    assert "disks of their own" in log and "travels to ranks=[1]" in log
+    assert "separate disks" in log and "to ranks=[1]" in log
     assert same_bits(shared, again)
     assert left_on(1, run_dir) == []
     assert not [p for p in run_dir.checkpoints.iterdir() if p.name.startswith(PARTIAL_PREFIX)]
@@ -112,8 +112,8 @@ def test_a_full_disk_of_another_host_is_named(run_file: Path) -> None:
         # The record of rank 1 itself finds no room either, where rank 0 was too late to write it.
         record = read_record(attempt.rank_error(codes.index(ExitCode.TRAINING)))
         said = f"{record['what']} {record['where']}" if record else gang.said()
-        assert "step 4 could not be saved: " in said, gang.said()
-        assert "are free on this disk" in said
+        assert "cannot save step 4: " in said, gang.said()
+        assert "free on this disk" in said
         assert str(disk) in said and "rank 1 on " in said
         assert list_checkpoints(run_dir) == []
         assert left_on(1, run_dir) == []

@@ -147,7 +147,7 @@ def test_torchrun_typed_by_hand_goes_on_in_the_same_run(run_file: Path) -> None:
         command.until(lambda: has_done(attempt, 0, 8))
         kill_rank(command, attempt, 1, 0)
         assert command.end() == 0, command.err
-    assert "the ranks were lost at step" in command.err
+    assert "the ranks died at step" in command.err
     run_dir = the_run(run_file)
     assert len(run_dir.attempts()) == 2
     assert [row["step"] for row in rows_of(run_dir)] == list(range(1, STEPS + 1))

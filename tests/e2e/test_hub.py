@@ -164,7 +164,7 @@ def test_a_model_arrives_whole_and_an_upload_that_fails_loses_nothing(run_file, 
     # What could not be uploaded is not begun.
     early = ("train", run_file, *PUSH, "name=early")
     refused = isles(*early, env=without, cwd=tmp_path, expected=1).text
-    assert "there is no token for the hub" in refused and "hf auth login" in refused
+    assert "no Hugging Face token found" in refused and "hf auth login" in refused
     assert "Traceback" not in refused
     assert not (tmp_path / "runs" / "early-1" / "metrics.jsonl").exists()
 
@@ -181,7 +181,7 @@ def test_a_model_arrives_whole_and_an_upload_that_fails_loses_nothing(run_file, 
     # With checkpoints, a token that has run out is no reason not to go on.
     longer = (*PUSH, "training.max_steps=22", "--resume", str(run_dir.path))
     went_on = isles("train", run_file, *longer, env=without, cwd=tmp_path).text
-    assert "there is no token for the hub; the upload at the end may fail" in went_on
+    assert "no Hugging Face token found; the upload at the end may fail" in went_on
     assert "step 22/22" in went_on and "is finished" in went_on
     repeat = "isles checkpoint export tiny-1 --push-to-hub me/tiny"
     assert went_on.count(repeat) == 1
@@ -205,10 +205,10 @@ def test_a_model_arrives_whole_and_an_upload_that_fails_loses_nothing(run_file, 
 
 
 REFUSED = [
-    ("me/x", "hf_unknown", "does not accept the token"),
-    ("me/x", "hf_reader", "the token of me may read only"),
-    ("you/x", TOKEN, "the token is that of me, a member of lab, museum; you is neither"),
-    ("museum/x", TOKEN, "me may only read in museum"),
+    ("me/x", "hf_unknown", "does not take the token"),
+    ("me/x", "hf_reader", "the token of me is read-only"),
+    ("you/x", TOKEN, "the token belongs to me (member of lab, museum), not to you"),
+    ("museum/x", TOKEN, "me has only read access to museum"),
     ("me/x", "hf_fine", "the fine-grained token of me may not write to repositories of me"),
 ]
 LET_IN = [("me/x", TOKEN), ("Lab/x", TOKEN), ("lab/x", "hf_fine")]

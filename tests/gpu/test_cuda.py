@@ -83,4 +83,4 @@ def test_other_strategies_learn_on_one_gpu(run_file: Path, strategy: str, precis
 def test_the_largest_micro_batch_is_found(run_file: Path) -> None:
     """CPU twin: tests/unit/test_balance.py."""
     log = train(run_file).attempts()[-1].rank_log(0).read_text()
-    assert "micro_batch_size=12 was found to fit" in log
+    assert "micro_batch_size=12 fits" in log

@@ -103,7 +103,7 @@ def test_turn_tokens_that_nobody_trained_are_named(change, name, tokenizer, tmp_
     set_rows(tmp_path, change, name)
     module = name.split(".")[-2]
     (text,) = notes(tmp_path, tokenizer)
-    assert re.search(rf"<\|im_end\|>.*never trained.*modules_to_save: \[{module}\]", text)
+    assert re.search(rf"<\|im_end\|>.*has not learned.*modules_to_save: \[{module}\]", text)
     assert (START in text) == (change in ("zero", "equal"))
     assert notes(tmp_path, tokenizer, f"adapter.modules_to_save=[{module}]") == []
 
@@ -127,7 +127,7 @@ def test_a_head_that_is_the_embedding_gets_another_fix(tokenizer, tmp_path):
 def test_experts_that_get_no_adapter_are_named(kind, tokenizer, tmp_path):
     make_base(tmp_path / "base", kind, pad_token_id=None)
     (text,) = notes(tmp_path, tokenizer)
-    assert "reaches no expert" in text and "experts.gate_up_proj, experts.down_proj" in text
+    assert "trains no experts" in text and "experts.gate_up_proj, experts.down_proj" in text
     sizes = {n: p.numel() for n, p in small_model(kind).named_parameters()}
     share = sum(size for n, size in sizes.items() if "experts." in n) / sum(sizes.values())
     assert f"{share:.0%}" in text

@@ -45,14 +45,14 @@ def test_shares_are_of_hosts_and_ranks_and_unknown_ones_are_refused_unless_hosts
         ({"big": 4.0, "old": 0.0}, [2.0, 2.0, 1.0, 0.0]),
     ):
         assert rank_shares(shares, HOSTS, may_miss=False) == expected
-    with pytest.raises(ConfigError, match="bgi: no such host or rank") as caught:
+    with pytest.raises(ConfigError, match="bgi: not a host or rank") as caught:
         rank_shares({"bgi": 1.0}, HOSTS, may_miss=False)
     assert caught.value.where == "balance.bgi"
     assert "big, small, old; ranks: 0 to 3" in caught.value.fix
     assert rank_shares({"bgi": 2.0}, HOSTS, may_miss=True) == [1.0] * 4
-    with pytest.raises(ConfigError, match="every rank has share 0"):
+    with pytest.raises(ConfigError, match="every rank has a share of 0"):
         rank_shares({str(rank): 0.0 for rank in range(4)}, HOSTS, may_miss=False)
-    with pytest.raises(ConfigError, match="1: no such host in this run") as caught:
+    with pytest.raises(ConfigError, match="1: not a host of this run") as caught:
         rank_sizes({"1": 4}, HOSTS, may_miss=False)
     assert caught.value.where == "training.micro_batch_size.1"
     assert rank_sizes({"big": 4}, HOSTS, may_miss=False) == [4, 4, None, None]

@@ -180,7 +180,7 @@ def test_links_against_what_a_step_sends(run_file: Path) -> None:
 
 def test_an_all_reduce_that_failed_names_the_culprit() -> None:
     commands = {name: [{"rank": rank, "backend": "gloo"}] for rank, name in enumerate("abcd")}
-    waited = {"stage": "store", "failure": "not all ranks came", "missing": [2]}
+    waited = {"stage": "store", "failure": "not all ranks connected", "missing": [2]}
     died = {"stage": "died", "failure": "ended by SIGSEGV"}
     said = {"a": waited, "b": waited, "c": died, "d": {"stage": "group", "failure": "closed"}}
     answers = {name: {"ranks": [one]} for name, one in said.items()}

@@ -120,7 +120,7 @@ def test_models_that_do_not_heed_borders_are_refused(kind, overrides, what, *, t
 
 def test_attention_for_gpus_is_refused_without_one() -> None:
     for name in ("flash_attention_2", "flex_attention"):
-        with pytest.raises(UserError, match=f"{name} trains on a GPU only") as caught:
+        with pytest.raises(UserError, match=f"{name} trains only on a GPU") as caught:
             check_attention(name, torch.device("cpu"))
         assert "attn_implementation: sdpa" in caught.value.fix
     check_attention("sdpa", torch.device("cpu"))

@@ -59,20 +59,34 @@ FILES: list[tuple[Any, ...]] = [
     ("text", "a.txt.gz", CUT_GZIP, "damaged", "gzip -t", ""),
     ("text", "a.txt", b"a\nb\xe9c", "not UTF-8: byte 0xe9", "iconv", ":2"),
     ("chat", "a.json", "[{}]".encode("utf-16"), "not UTF-8", "UTF-16", ":1"),
-    ("text", "a.jsonl", b'{"text": "\xe2\x82', "byte 0xe2 at offset 10", "cut off", ":1"),
+    (
+        "text",
+        "a.jsonl",
+        b'{"text": "\xe2\x82',
+        "byte 0xe2 at offset 10",
+        "in the middle of a character",
+        ":1",
+    ),
     ("chat", "a.jsonl", b'{"a": 1},', "not JSON: Extra data", "one JSON object", ":1"),
     ("chat", "a.json", b'{\n"messages": []\n}', "not JSON", "a line", ""),
     ("text", "a.jsonl", b'[{"text": "a"},\n', "not JSON", "NAME.json", ":1"),
     ("instruct", "a.json", CUT_ARRAY, "not JSON", "json.tool", ":3"),
     ("text", "a.json", ITEMS, "not a JSON object but str", "objects", " row 2"),
-    ("text", "a.parquet", cut_parquet, "damaged", "fetch it again", ""),
-    ("text", "a.parquet", not_utf8, "Invalid UTF8", "fetch it again", " row 0"),
-    ("chat", "a.parquet", misnamed, "no column 'messages'", "columns: {messages: mesages}", ""),
+    ("text", "a.parquet", cut_parquet, "damaged", "download it again", ""),
+    ("text", "a.parquet", not_utf8, "Invalid UTF8", "download it again", " row 0"),
+    (
+        "chat",
+        "a.parquet",
+        misnamed,
+        "column 'messages' not found",
+        "columns: {messages: mesages}",
+        "",
+    ),
     ("instruct", "a.csv", b"instruction,output\na,b\nc,d,e\n", "3 cells", "quotes", ":3"),
     ("instruct", "a.csv", b'instruction,output\na,"b"c\n', "not CSV", "quotes", ":2"),
-    ("instruct", "a.csv", b"q,output\na,b\n", "no column 'instruction'", "columns", ":1"),
+    ("instruct", "a.csv", b"q,output\na,b\n", "column 'instruction' not found", "columns", ":1"),
     ("chat", "a.txt", b"Hello", "plain text, without a column 'messages'", "type: text", ""),
-    ("text", "a.txt", b" \n", "is empty", "take it out", ""),
+    ("text", "a.txt", b" \n", "is empty", "remove it", ""),
 ]
 
 
@@ -90,33 +104,38 @@ ROWS: list[tuple[str, Any, str, str]] = [
     ("instruct", [1], "not a JSON object but list", "jq"),
     ("text", {"text": "a\ud800"}, "surrogate", "repair"),
     ("text", {"text": None}, "holds null, not text", "text_column"),
-    ("text", {"txt": "a"}, "no column 'text'", "text_column to txt"),
-    ("chat", {"message": []}, "no column 'messages'", "{messages: message}"),
-    ("chat", chat(), "holds no message", "remove"),
-    ("chat", chat({"role": "user", "text": "a"}), "has no content; it has: role", "content"),
+    ("text", {"txt": "a"}, "column 'text' not found", "text_column to txt"),
+    ("chat", {"message": []}, "column 'messages' not found", "{messages: message}"),
+    ("chat", chat(), "does not contain a message", "remove"),
+    ("chat", chat({"role": "user", "text": "a"}), "lacks content; it has: role", "content"),
     (
         "chat",
         chat({**USER, "role": "asistant"}),
         "'asistant', which is not the name of a role",
         "assistant",
     ),
-    ("chat", chat(USER), "no message of the assistant to train on (roles: user)", "remove"),
+    ("chat", chat(USER), "no assistant message to train on (roles: user)", "remove"),
     ("chat", chat(USER, SAID, tools="[1]"), "not a list of tools", "repair"),
     ("chat", said("Hello", tool_calls=3), "tool_calls holds int '3'", "repair"),
     ("chat", said("a\udc00"), "messages[1].content holds half", "repair"),
     ("chat", said([{"type": "image"}]), "part of type 'image'", "repair"),
-    ("chat", said(" \n"), "the assistant says nothing", "remove"),
-    ("instruct", {"instruction": "a"}, "no column 'output'", "columns"),
+    ("chat", said(" \n"), "the assistant's message is empty", "remove"),
+    ("instruct", {"instruction": "a"}, "column 'output' not found", "columns"),
     ("instruct", BOTH, "both instruction and output, and prompt and", "{prompt: prompt}"),
-    ("tokens", {"input_ids": [5, 999]}, "999, and the tokenizer knows", "name"),
-    ("tokens", {"input_ids": [5, 2**70]}, "no token id", "repair"),
+    ("tokens", {"input_ids": [5, 999]}, "999, but the tokenizer has only", "name"),
+    ("tokens", {"input_ids": [5, 2**70]}, "not a token id", "repair"),
     ("tokens", {"input_ids": []}, "is empty", "remove"),
-    ("tokens", {"input_ids": [5]}, "none is trained", "remove"),
-    ("tokens", {**TOKENS, "labels": [-100, 6]}, "labels has 2 numbers, and there are 3", "repair"),
+    ("tokens", {"input_ids": [5]}, "no token of this row is trained", "remove"),
+    (
+        "tokens",
+        {**TOKENS, "labels": [-100, 6]},
+        "labels has 2 numbers, but the row has 3",
+        "repair",
+    ),
     ("tokens", {**TOKENS, "labels": [6, 7, -100]}, "labels[0] is 6, and input_ids[0]", "shift"),
-    ("tokens", {**TOKENS, "attention_mask": [1, 0, 1]}, "not a run of 1", "padding"),
-    ("preference", {"chosen": "a"}, "no column 'rejected'", "columns"),
-    ("preference", {"chosen": "a", "rejected": "b"}, "no column 'prompt'", "columns"),
+    ("tokens", {**TOKENS, "attention_mask": [1, 0, 1]}, "one contiguous block of 1s", "padding"),
+    ("preference", {"chosen": "a"}, "column 'rejected' not found", "columns"),
+    ("preference", {"chosen": "a", "rejected": "b"}, "column 'prompt' not found", "columns"),
     ("preference", {**PAIR, "rejected": "yes"}, "are the same", "remove"),
     ("preference", {"chosen": [USER, SAID], "rejected": [USER]}, "'rejected' has no", "remove"),
 ]
@@ -152,7 +171,7 @@ def test_what_is_broken_is_named_and_leaves_no_cache(
 
 def test_a_column_that_is_named_and_not_there(tokenizer, tmp_path):
     file = write_parquet(tmp_path / "a.parquet", {"messages": ["[]"], "tool": ["[]"]})
-    with pytest.raises(DataError, match="no column 'tols'") as caught:
+    with pytest.raises(DataError, match="column 'tols' not found") as caught:
         prepare_file(tokenizer, file, tmp_path / "c", type="chat", columns={"tools": "tols"})
     assert "{tools: tool}" in caught.value.fix
 
@@ -202,7 +221,7 @@ def test_many_bad_rows_are_listed_and_few_are_left_out(tokenizer, tmp_path, capl
     with pytest.raises(DataError, match="1000 of 4000 rows") as caught:
         make(0.1)
     error = caught.value
-    assert error.what.count("holds no message") == 10 and "and 990 more" in error.what
+    assert error.what.count("does not contain a message") == 10 and "and 990 more" in error.what
     assert "it takes 0.25 here" in error.fix
     store = make(0.25)
     assert len(store.document_ends) == 3000

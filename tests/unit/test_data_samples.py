@@ -254,12 +254,12 @@ def test_what_cannot_be_used_is_counted_and_named_and_nothing_at_all_is_an_error
     train, held_out = split_samples(data, data.sources[0], store, 0)
     assert held_out is None
     assert (train.counts.too_long, train.counts.untrained, train.counts.dropped) == (4, 2, 6)
-    assert "6 of 34 documents are left out: 4 longer than seq_length 64, 2 without" in caplog.text
+    assert "6 of 34 documents are skipped: 4 longer than seq_length 64, 2 without" in caplog.text
     store = numbered([200] * 4, "chat")
     drops, cuts = section(too_long="drop"), section()
     with pytest.raises(DataError, match="none of 4 documents can be trained on: 4 are longer") as e:
         split_samples(drops, drops.sources[0], store, 0)
     assert "data.too_long: truncate" in e.value.fix
     untrained = replace(store, trained=np.zeros(800, dtype=np.bool_))
-    with pytest.raises(DataError, match="no token that is trained lies in the first 64 tokens"):
+    with pytest.raises(DataError, match="the first 64 tokens have no trained token"):
         split_samples(cuts, cuts.sources[0], untrained, 0)

@@ -72,7 +72,7 @@ def test_saving_and_use_keep_the_digest_and_tokens_beyond_the_model_are_named(tr
     assert "590" in tokens.check_vocabulary(loaded, 590, is_trained=True)
     loaded.add_tokens(["<image>"])
     assert tokens.tokenizer_digest(loaded) != digest
-    assert "lacks '<image>' (token 600); no text" in tokens.check_vocabulary(loaded, 600)
+    assert "lacks '<image>' (token 600); isles cannot train" in tokens.check_vocabulary(loaded, 600)
 
 
 class Letters:
@@ -118,8 +118,8 @@ def test_what_is_no_tokenizer_or_has_no_end_of_text_is_an_error(trained, tmp_pat
     newer = tmp_path / "newer" / "tokenizer.json"
     newer.write_text(newer.read_text().replace('"BPE"', '"of a newer library"'))
     for name, what in [
-        ("none", "no such folder"),
-        ("model", "holds no tokenizer"),
+        ("none", "folder not found"),
+        ("model", "does not contain a tokenizer"),
         ("damaged", "cannot be used: Expecting property name"),
         ("newer", "cannot be loaded: Exception: "),
     ]:
@@ -289,7 +289,7 @@ def test_a_source_that_changes_meanwhile_and_a_cache_that_cannot_be_a_folder(tmp
         prepare(opened, letters(Growing()), tmp_path / "c", progress=quiet)
     assert leftovers(tmp_path / "c") == []
     opened = open_source(SourceConfig(path=str(file)))
-    with pytest.raises(DataError, match="cannot be written") as caught:
+    with pytest.raises(DataError, match="cannot write to the cache folder") as caught:
         prepare(opened, letters(), file / "cache", progress=quiet)
     assert "data.cache_dir" in caught.value.fix
 
@@ -337,7 +337,7 @@ def test_who_waits_takes_what_the_other_made_or_goes_on_when_it_dies(
 def test_who_waits_does_not_wait_for_ever(tmp_path):
     with preparing(tmp_path) as process:
         process.send_signal(signal.SIGSTOP)
-        with pytest.raises(CommunicationError, match="has written nothing for 0 s"):
+        with pytest.raises(CommunicationError, match="has not written for 0 s"):
             prepare_told(tmp_path, no_progress_s=0.3)
 
 

@@ -123,7 +123,7 @@ Way = Callable[[Given], dict[str, str]]
 """Follows one alternative of a fix; gives the keys that it sets."""
 _KEY = r"(data\.sources(?:\.\d+)?\.\w+|tokenizer\.\w+|data\.\w+|(?<![\w.])type)"
 _SETTING = re.compile(_KEY + r"(?:: | to )(\[[^\]]*\]|\{[^}]*\}|(?!a |its |one )[\w./-]*[\w/])")
-_TEMPLATE = re.compile(r"template that takes it \((\S+)\)|(\S+\.chat_template) to a Jinja file")
+_TEMPLATE = re.compile(r"template that accepts it \((\S+)\)|(\S+\.chat_template) to a Jinja file")
 _TEMPLATE_TOO = re.compile(r"(\S+\.chat_template): \w+, or to a Jinja file")
 _WRITE = re.compile(r"(?:write|use one of:) (\w+)(?:(?: or|,) (\w+))?")
 

@@ -215,7 +215,7 @@ def test_turns_that_the_data_excludes_are_not_trained(field, no, yes):
     assert "[[No." not in text_of(rows, type="instruct", columns=columns)
     error = refusal_of(chat, columns=columns, train_on="all")
     assert "train_on: all" in error.what and "[[No." in text_of(chat, ignore_fields=[field])
-    assert "excludes each message" in refusal_of(chat[:2], columns=columns).what
+    assert "excludes every assistant message" in refusal_of(chat[:2], columns=columns).what
 
 
 def test_a_weight_between_is_refused_and_one_of_a_question_is_named():
@@ -361,7 +361,7 @@ def test_arguments_stay_as_the_data_has_them():
         [U, call()], template_of("{{- m.content -}}" + xml)
     )
     error = refusal_of([U, call()], template_of("{{- m.content ~ (m.tool_calls | string) -}}"))
-    assert "not as JSON" in error.what
+    assert "as JSON" in error.what
     names_only = CALLS.replace("CALL", "c.function.name")
     error = refusal_of([U, call()], template_of("{{- m.content or '' -}}" + names_only))
     assert "does not write arguments of weather in message 1" in error.what

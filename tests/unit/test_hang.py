@@ -159,7 +159,7 @@ def test_a_store_that_is_away_is_asked_again_and_then_named(tmp_path: Path) -> N
     assert rank.found() is not None
     lost = Rank(tmp_path / "lost", "step")
     lost.is_cut = True
-    assert "the store of the ranks has not answered" in (lost.judge() or {})["text"]
+    assert "the ranks' store has not answered" in (lost.judge() or {})["text"]
 
 
 def test_who_asks_for_stacks_gets_them_and_nothing_else_happens(tmp_path: Path) -> None:

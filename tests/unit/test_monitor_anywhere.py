@@ -96,12 +96,12 @@ def test_what_is_to_be_typed_says_where_runs_are(tmp_path, monkeypatch) -> None:
 
 def test_an_export_elsewhere_says_where_it_is(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert exported_lines(9, Path("my-model")) == ["step 9 is exported to my-model"]
+    assert exported_lines(9, Path("my-model")) == ["exported step 9 to my-model"]
     for machine in ("me@a1", "a1"):
         typed = f"{machine}:{tmp_path}/my-model"
         monkeypatch.setenv("ISLES_MACHINE", machine)
         said, fix = exported_lines(9, Path("my-model"))
-        assert said.endswith(f"exported to {typed}") and f"scp -r {typed} ." in fix
+        assert said.endswith(f"exported step 9 to {typed}") and f"scp -r {typed} ." in fix
     launch = {"begun_at": time.time() - 172, "launcher": "ssh"}
     run_dir, _ = recorded_run(tmp_path / "home-1", launch, {"state": "finished"})
     write_record(run_dir.summary, {"steps": 600, "elapsed_s": 79.0})
@@ -113,7 +113,7 @@ def test_an_export_elsewhere_says_where_it_is(tmp_path, monkeypatch) -> None:
     assert "600 steps in 1m 19s of training, 2m 52s after the first start" in shown
     monkeypatch.setenv("ISLES_MACHINE", "kubernetes:ab12")
     (said,) = exported_lines(9, Path("/m"))
-    assert said == "step 9 is exported to /m, on the volume of the run's pods"
+    assert said == "exported step 9 to /m, on the volume of the run's pods"
 
 
 def test_a_fleet_of_another_version_hinders_only_what_needs_it(tmp_path: Path) -> None:

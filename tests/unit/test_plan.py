@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from isles.cli import main
+from isles.config.fit import MEMORY_OPTIONS
 from isles.config.load import load_run_file
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import ExitCode, UserError
@@ -143,6 +144,12 @@ def test_each_rung_needs_no_more_than_those_it_keeps(here):
     assert peaks["adapter: {type: qlora}"] < peaks["adapter: {type: lora}"] < found[0]
     lengths = [peak for name, peak in peaks.items() if name.startswith("seq_length")]
     assert len(lengths) == 2 and lengths == sorted(lengths, reverse=True)
+    order = list(MEMORY_OPTIONS)
+    places = [
+        max(i for i, option in enumerate(order) if rung.name.startswith(option))
+        for rung in cluster.ladder[1:]
+    ]
+    assert places == sorted(places) and len(set(places)) >= 6
     marked = [rung for rung in cluster.ladder if rung.is_first]
     fitting = [rung for rung in cluster.ladder if rung.outcome.fits]
     assert marked == fitting[:1] and not cluster.ladder[0].is_first

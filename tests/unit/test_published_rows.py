@@ -42,14 +42,14 @@ CHATS = (
             {"message_id": "2", "parent_id": "1", "text": "So.", "role": "assistant"},
         ],
         CHAT,
-        ("there is no column 'messages'", "join the messages of each conversation into one row"),
+        ("column 'messages' not found", "join the messages of each conversation into one row"),
     ),
     Given(  # OpenAssistant: a row is one tree
         "2023-11-05_oasst2_ready.trees.jsonl.gz",
         lines,
         [{"message_tree_id": "1", "prompt": {"text": "Why?", "replies": [{"text": "So."}]}}],
         CHAT,
-        ("there is no column 'messages'", "join the messages of each conversation into one row"),
+        ("column 'messages' not found", "join the messages of each conversation into one row"),
     ),
     Given(  # UltraChat 200k: a split beside another
         "data/train_sft-00000-of-00003.parquet",
@@ -80,7 +80,7 @@ CHATS = (
         lines,
         [{"source": "Airoboros", "conversation": [{"input": "Why?", "output": "So."}]}],
         CHAT,
-        ("conversation[0] has no role; it has: input, output", '{"role": "user", "content": '),
+        ("conversation[0] lacks role; it has: input, output", '{"role": "user", "content": '),
     ),
     Given(  # SlimOrca
         "oo-labeled_correct.gpt4.sharegpt.jsonl",
@@ -195,7 +195,7 @@ CHATS = (
         array,
         [{"system": "SYSTEM: Help.", "chat": "USER: Why?\n\n\nASSISTANT: So. <|endoftext|>\n\n\n"}],
         {"type": "chat", "columns": {"messages": "chat"}},
-        ("column 'chat' holds str 'USER: Why?", "set type: text and text_column: chat"),
+        ("column 'chat' holds str 'USER: Why?", "set type: text with text_column chat"),
     ),
     Given(
         "glaive-function-calling-v2.json",
@@ -332,7 +332,7 @@ INSTRUCTIONS = (
         lines,
         [{"instruction": "Why?", "context": "", "response": "So.", "category": "open_qa"}],
         instruct(),
-        ("there is no column 'output'", "{output: "),
+        ("column 'output' not found", "{output: "),
     ),
     Given(
         "databricks-dolly-15k.jsonl",
@@ -511,14 +511,14 @@ PREFERENCES = (
         parquet,
         [{"prompt": "\n\nHuman: Why?\n\nAssistant: ", "answers": [{"answer": "So.", "rank": 1.0}]}],
         preference(),
-        ("there is no column 'chosen'", "one better and one worse answer"),
+        ("column 'chosen' not found", "a better and a worse answer"),
     ),
     Given(  # KTO
         "kto-mix-14k.jsonl",
         lines,
         [{"prompt": ASKED, "completion": TALK[1:], "label": True}],
         preference(),
-        ("there is no column 'chosen'", "one better and one worse answer"),
+        ("column 'chosen' not found", "a better and a worse answer"),
     ),
 )
 

@@ -89,7 +89,7 @@ PUBLISHED = (
         lines,
         [{"raw_content": "One.", "length": 10}],
         {},
-        ("there is no column 'text'; there are: raw_content, length", "text_column to ITS_NAME"),
+        ("column 'text' not found; the columns are raw_content, length", "text_column to ITS_NAME"),
     ),
     Given(  # StarCoder
         "python/train-00000-of-00059.parquet",
@@ -181,7 +181,7 @@ PUBLISHED = (
         saved,
         [ROW],
         {"split": "dev"},
-        ("there is no split 'dev'; there are: train, test", ""),
+        ("split 'dev' not found; the dataset has train, test", ""),
     ),
     Given(  # the folder of a clone of a dataset
         "clone/data/train-00000-of-00001.parquet",
@@ -259,7 +259,7 @@ MISTAKES = (
         raw,
         b"0\tOne passage.\n1\tAnother.\n",
         {},
-        ("there are: 0, One passage.", "write the names of the columns above it"),
+        ("the columns are 0, One passage.", "add a line with the column names above it"),
     ),
     Given("a.parquet", parquet, column("large", ["a", None]), {}, ("holds null", "text_column")),
     Given("a.parquet", parquet, column("large", ["a", ""]), {}, [text("a")]),

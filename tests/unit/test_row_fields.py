@@ -175,8 +175,8 @@ def test_rows_as_other_trainers_have_them(row, kind, parts):
 
 
 @each(
-    ({"prompt": "a", "rejected": "b"}, "preference", "no column 'chosen'"),
-    ({"prompt": "a", "completion": "b", "label": True}, "preference", "no column 'chosen'"),
+    ({"prompt": "a", "rejected": "b"}, "preference", "column 'chosen' not found"),
+    ({"prompt": "a", "completion": "b", "label": True}, "preference", "column 'chosen' not found"),
     ({"messages": [{**U, "role": "critic"}, A]}, "chat", "not the name of a role"),
     ({"messages": [{**U, "role": "developer"}, A]}, "chat", "content of message 0 (developer)"),
     ({"messages": [U, {**A, "thinking": "It is wet"}]}, "chat", "the thinking of message 1"),
@@ -247,7 +247,7 @@ def test_variables_that_the_template_does_not_have():
     row = {"messages": [U, A]}
     given = {"enable_thinkin": False}
     error = refusal({**row, "chat_template_kwargs": given}, template="QWEN_3")
-    assert "is it enable_thinking?" in error.what
+    assert "did you mean enable_thinking?" in error.what
     assert error.fix.endswith("ignore_fields: [chat_template_kwargs]")
     # A variable for other models is named.
     given = {"enable_thinking": False, "persona": "calm"}

@@ -46,7 +46,7 @@ def test_a_full_disk_is_named_before_what_torch_says_of_it(tmp_path, monkeypatch
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=4096))
     cut = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
     what = disk_failure(cut, tmp_path, 0).what
-    assert what.startswith("the disk is full, 4.0 KiB are free on this disk ([enforce fail")
+    assert what.startswith("the disk is full, 4.0 KiB free on this disk ([enforce fail")
     refused = OSError(errno.ENOSPC, "No space left on device")
     assert disk_failure(refused, tmp_path, 0).what.startswith("No space left on device; 4.0 KiB")
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 30))
@@ -82,7 +82,7 @@ def test_a_save_may_take_as_long_as_its_parts_move(tmp_path):
     checkpoints.moved_at = 1_700.0
     checkpoints.wait()
     assert checkpoints.last_step == 4
-    with pytest.raises(TrainingError, match="step 4 is not over after 1800s"):
+    with pytest.raises(TrainingError, match="saving step 4 took more than 1800s"):
         saving(tmp_path, Future(), iter([0.0, 0.0, 1_900.0]).__next__).wait()
 
 
@@ -232,7 +232,7 @@ def test_merging_is_refused_where_there_is_no_adapter(tmp_path):
     run_dir, resolved = RunDir(tmp_path / "tiny-1"), resolve(load(tmp_path, RUN), num_gpus=0)
     add_checkpoint(run_dir, 20)
     options = SimpleNamespace(step=None, push_to_hub=None, output=None, merge_adapter=True)
-    with pytest.raises(UserError, match="has trained no adapter") as caught:
+    with pytest.raises(UserError, match="did not train an adapter") as caught:
         verbs._export(options, run_dir, resolved)
     assert (caught.value.where, caught.value.fix) == ("--merge-adapter", "leave it out")
 

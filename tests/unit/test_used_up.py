@@ -96,7 +96,7 @@ def test_a_last_checkpoint_is_named_only_if_it_exists(tmp_path: Path):
     whole = partial.with_name("step-00000001")
     whole.mkdir()
     (whole / MANIFEST).write_text("{}")
-    assert "which is untouched" in disk_failure(error, partial, 0).fix
+    assert "which is unchanged" in disk_failure(error, partial, 0).fix
 
 
 def test_a_hub_that_has_lost_its_memory_says_so(tmp_path: Path):

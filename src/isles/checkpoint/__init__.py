@@ -1,7 +1,7 @@
 """Saving, verifying, loading, exporting.
 
-`save.py` writes one folder beside its place, hashes it, reads it back and renames it, and decides
-when, and which are kept; `load.py` takes the newest whole one, and brings it to nodes that have
-disks of their own. `export.py` makes the folder that `from_pretrained` loads, with a model card
-(`card.py`); `hub.py` uploads it. Open `save.py` first.
+`save.py` writes a folder under a temporary name, hashes it, reads it back and renames it. It also
+decides when to save and what to keep. `load.py` finds the newest intact checkpoint and copies it to
+nodes with separate disks. `export.py` makes the folder that `from_pretrained` loads, with a model
+card from `card.py`. `hub.py` uploads the folder. Open `save.py` first.
 """

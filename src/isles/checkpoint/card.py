@@ -1,4 +1,4 @@
-"""The model card of an export: README.md, with the front matter that the hub reads."""
+"""The model card of an export: README.md, with the front matter for Hugging Face."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from isles.run.state import number_of
 
 _SHOWN_VERSIONS = ("isles", "torch", "transformers", "peft")
 _METRICS_BYTES = 256 * 2**20
-"""The figures come from so much of the end of metrics.jsonl: six hundred thousand rows."""
+"""Bytes at the end of metrics.jsonl that the metrics come from: 600,000 rows."""
 
 ExportKind = Literal["model", "adapter"]
 """A whole model, or an adapter that needs its base."""
@@ -34,12 +34,12 @@ def card_text(
     kind: ExportKind = "model",
     repo: str | None = None,
 ) -> str:
-    """The model card of an export. What is not known, such as a licence, is left out.
+    """The text of an export's model card. Unknown values, such as a license, are omitted.
 
     Args:
-        checkpoint: what is exported; figures are those up to its step.
-        tokenizer: that lies beside the weights; None: there is none.
-        repo: where it will lie on the hub, owner/name; None: as the run file says.
+        checkpoint: the exported checkpoint; the metrics are up to its step.
+        tokenizer: the tokenizer next to the weights, if any.
+        repo: the Hugging Face repository, owner/name. Default: from the run file.
     """
     config = resolved.config
     # An older isles, which did not refuse secrets, may have started the run.
@@ -88,19 +88,19 @@ def _what_it_is(config: RunConfig, kind: ExportKind) -> str:
         began = Path(name).name
     how = {"lora": "LoRA", "qlora": "QLoRA"}.get(config.adapter.type, "all weights")
     if config.model.init == "scratch":
-        text = f"A language model of the shape {began}, trained from fresh weights"
+        text = f"A language model of the shape {began}, trained from random weights"
     elif config.training.method == "dpo":
         text = f"{began}, tuned on preferences by DPO (arXiv:2305.18290; {how})"
     else:
         text = f"{began}, fine-tuned ({how})"
     if kind == "adapter":
-        text += "; this is the adapter alone, which needs that model"
+        text += "; this is only the adapter, which needs that model"
     return text
 
 
 def _snippet(kind: ExportKind, repo: str | None, tokenizer: Any) -> str:
-    # Python that loads the export and lets it write; `folder` is the README's own.
-    at = "its name on the hub" if repo else "this folder, or its name on the hub"
+    # Python code that loads the export and generates text; `folder` is the README's folder.
+    at = "its name on Hugging Face" if repo else "this folder, or its name on Hugging Face"
     loader = "AutoPeftModelForCausalLM" if kind == "adapter" else "AutoModelForCausalLM"
     imports = [f"from {'peft' if kind == 'adapter' else 'transformers'} import {loader}"]
     load = f"model = {loader}.from_pretrained(folder)"
@@ -159,7 +159,7 @@ def _figures(run_dir: RunDir, checkpoint: CheckpointInfo, config: RunConfig) -> 
 
 
 def _number(row: dict[str, Any], key: str, digits: int) -> str | None:
-    value = number_of(row, key)  # the rows may come from a bucket
+    value = number_of(row, key)  # the rows may come from a bucket and have any type
     return None if value is None else f"{value:.{digits}f}"
 
 
@@ -181,7 +181,7 @@ def _is_chat(tokenizer: Any) -> bool:
 
 
 def _base_repo(config: RunConfig) -> str | None:
-    # The repository on the hub from whose weights training began, if it did.
+    # The Hugging Face repository of the run's first weights, if there is one.
     name = config.model.name_or_path
     return name if config.model.init != "scratch" and _is_on_hub(name) else None
 
@@ -191,5 +191,5 @@ def _is_local(name: str) -> bool:
 
 
 def _is_on_hub(name: str) -> bool:
-    # One part alone may as well be a file or a shape.
+    # A name without a slash may also be a file or a shape.
     return name.count("/") == 1 and may_be_hub_id(name) and not _is_local(name)

@@ -1,7 +1,7 @@
 """A trained model as a Hugging Face folder, verified by loading it again.
 
-A whole model, file by file from a checkpoint or from memory; an adapter alone, in peft's own
-format; or an adapter merged into its model.
+The folder holds a whole model (written file by file from a checkpoint, or from memory), an adapter
+in peft's own format, or a model with its adapter merged in.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from isles.run.records import NO_SPACE, refusal, used_up
 
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PEFT_PREFIX = "base_model.model."
-"""What peft's own models put before every name."""
+"""Prefix of every name in peft's own models."""
 
 _CARD_BYTES = 4096
 _NOTHING: Mapping[str, Any] = {}
 
 Verify = Callable[[Path, Tensor | None], None]
-"""Reads a folder that is written, before it is called an export; see `read_again`."""
+"""Function that checks a written folder before it becomes the export; see `read_again`."""
 
 
 def export_checkpoint(
@@ -55,23 +55,23 @@ def export_checkpoint(
     trained: Tensor | None = None,
     verify: Verify = read_again,
 ) -> None:
-    """Export a checkpoint file by file, so that the model is never in memory as a whole.
+    """Export a checkpoint file by file, so that the whole model is never in memory.
 
     Args:
         model: the Hugging Face model on the meta device: names, shapes, types and config.
-        max_shard_bytes: weights in one file, and so in memory; a larger tensor has its own.
-        base: the config.json that the run began with.
-        dtype: of the weights in the files; None: as they were trained.
-        trained: the scores that the run gave to the probe; None: the checkpoint has none.
-        verify: reads the folder before it takes its place.
+        max_shard_bytes: weights per file, and so in memory; a larger tensor has its own file.
+        base: the config.json that the run started with.
+        dtype: of the weights in the files. Default: as they were trained.
+        trained: the run's scores of the probe; None if the checkpoint has none.
+        verify: checks the folder before it takes its place.
 
     Raises:
-        UserError: the folder holds something that is not an export.
-        TrainingError: the checkpoint lacks a weight, or what was written does not read back.
+        UserError: the folder holds files that are not an export.
+        TrainingError: the checkpoint lacks a weight, or a written weight does not read back.
     """
     with _whole_folder(folder, card) as partial:
         _give_special_tokens(model, tokenizer)
-        _cast(model, dtype)  # without memory
+        _cast(model, dtype)  # on the meta device, so without memory
         model.config.architectures = [type(model).__name__]
         _save_files(model, tokenizer, partial, base)
         shards = _plan_shards(model, max_shard_bytes)
@@ -104,23 +104,23 @@ def export_model(
     trained: Tensor | None = None,
     verify: Verify = read_again,
 ) -> None:
-    """Write config, safetensors and tokenizer; load them again; compare every weight; rename.
+    """Write config, safetensors and tokenizer, read them back, compare every weight, and rename.
 
     Args:
-        model: afterwards its weights have the type of the export.
-        folder: the result; an earlier export there is replaced once the new one is verified.
-        max_shard_bytes: weights in one file; a larger tensor has its own.
-        trained: as for `export_checkpoint`; None: those of the model.
+        model: converted to the type of the export.
+        folder: the result. An earlier export there is replaced after the new export is verified.
+        max_shard_bytes: weights per file; a larger tensor has its own file.
+        trained: as for `export_checkpoint`. Default: the scores of the model.
         base, dtype, verify: as for `export_checkpoint`.
 
     Raises:
-        UserError: the folder holds something that is not an export.
-        TrainingError: what was written does not load to the same weights.
+        UserError: the folder holds files that are not an export.
+        TrainingError: a written weight differs from the model's weight.
     """
     with _whole_folder(folder, card) as partial:
         _give_special_tokens(model, tokenizer)
         _cast(model, dtype)
-        # accelerate looks whether this is DeepSpeed's engine, and imports all of it, with MLflow.
+        # accelerate tests for DeepSpeed's engine, which would import DeepSpeed and MLflow.
         settings, model.generation_config = model.generation_config, type(model.generation_config)()
         try:
             with hidden("deepspeed"):
@@ -135,18 +135,18 @@ def export_model(
         written = again.state_dict()
         for name, value in model.state_dict().items():
             if name not in written or not torch.equal(written[name], value.cpu()):
-                what = f"the exported weight {name!r} does not load to what was trained"
+                what = f"the exported weight {name!r} differs from the trained weight"
                 raise _differs(what, folder)
         del again, written
         verify(partial, scores(model.eval()) if trained is None else trained)
 
 
 def _save_files(model: Any, tokenizer: Any, folder: Path, base: Mapping[str, Any]) -> None:
-    # All that lies beside the weights.
+    # All files next to the weights.
     model.config.dtype = model.dtype
     save_config(model.config, folder, base)
-    # Not save_pretrained: it refuses settings that many published models have, such as a
-    # temperature without do_sample, once anything else of them was changed.
+    # Not save_pretrained: after any change it refuses settings that many published models have,
+    # such as a temperature without do_sample.
     if model.can_generate():
         path = folder / "generation_config.json"
         model.generation_config.to_json_file(path, keys_to_pop=["compile_config"])
@@ -155,7 +155,7 @@ def _save_files(model: Any, tokenizer: Any, folder: Path, base: Mapping[str, Any
 
 
 def _padded_within(model: Any, tokenizer: Any) -> Any:
-    # A batch that is padded with an id that the model lacks cannot be computed.
+    # The model cannot compute a batch that is padded with an id outside its vocabulary.
     size = model.config.get_text_config().vocab_size
     pad, end = tokenizer.pad_token_id, known_ids(tokenizer.eos_token_id, size)
     if pad is not None and pad >= size:
@@ -166,7 +166,7 @@ def _padded_within(model: Any, tokenizer: Any) -> Any:
 
 @torch.no_grad()
 def _cast(model: Any, dtype: torch.dtype | None) -> None:
-    # In place, weight by weight; those that a model holds in 32 bits anyway stay so.
+    # In place, weight by weight. Weights that a model always holds in 32 bits stay in 32 bits.
     kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:
         kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
@@ -180,17 +180,18 @@ def _cast(model: Any, dtype: torch.dtype | None) -> None:
 def _check_range(name: str, weight: Tensor) -> None:
     if weight.dtype == torch.float16 and not bool(torch.isfinite(weight).all()):
         raise TrainingError(
-            f"the trained weight {name!r} has numbers beyond float16, the type of the base",
+            f"the trained weight {name!r} has numbers too large for float16, the type of the base "
+            f"model",
             where="checkpoint.export_dtype",
             fix="set checkpoint.export_dtype: bfloat16 (or float32)",
         )
 
 
 def read_trained(model: nn.Module, checkpoint: Path) -> None:
-    """Take over the weights of a checkpoint into the trained parameters of a whole model.
+    """Load the weights of a checkpoint into the trained parameters of a whole model.
 
     Raises:
-        TrainingError: the checkpoint lacks one, or holds it in another shape.
+        TrainingError: the checkpoint lacks a weight, or holds it in another shape.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     load_tensors({f"model.{name}": p.data for name, p in trained.items()}, checkpoint, alone=True)
@@ -207,17 +208,17 @@ def export_adapter(
     trained: Tensor | None = None,
     verify: Verify = read_again,
 ) -> None:
-    """Write an adapter as `PeftModel.from_pretrained` loads it, and read it back.
+    """Write an adapter for `PeftModel.from_pretrained`, and read it back.
 
     Args:
-        model: the model with its adapter, which may lie on the meta device: names and shapes.
-        folder: the result; an earlier export there is replaced once the new one is verified.
-        base: the model that it belongs to, a hub id or a folder, for adapter_config.json.
+        model: the model with its adapter: names and shapes. The meta device is enough.
+        folder: the result. An earlier export there is replaced after the new export is verified.
+        base: the adapter's base model, a Hugging Face id or a folder, for adapter_config.json.
         trained, verify: as for `export_checkpoint`.
 
     Raises:
-        UserError: the folder holds something that is not an export.
-        TrainingError: the checkpoint lacks a weight, or what was written does not read back.
+        UserError: the folder holds files that are not an export.
+        TrainingError: the checkpoint lacks a weight, or a written weight does not read back.
     """
     with _whole_folder(folder, card) as partial:
         [config] = model.peft_config.values()
@@ -244,16 +245,17 @@ def export_merged(
     trained: Tensor | None = None,
     verify: Verify = read_again,
 ) -> None:
-    """Merge a model's adapter into its weights, and export it as one whole model.
+    """Merge a model's adapter into its weights, and export the result as a whole model.
 
     Args:
-        model: a Hugging Face model with a trained adapter, whole on one device, not quantised. This
+        model: a Hugging Face model with a trained adapter, whole on one device, not quantized. This
             function changes it into the merged model.
         folder, max_shard_bytes, base, dtype, card, trained, verify: as for `export_model`.
 
     Raises:
-        UserError: the folder holds something that is not an export.
-        TrainingError: the merged model does not answer as the model with the adapter does.
+        UserError: the folder holds files that are not an export.
+        TrainingError: the merged model scores the probe differently than the model with its
+            adapter.
     """
     model.eval()
     held = next(p.dtype for p in model.parameters() if not p.requires_grad)
@@ -262,10 +264,10 @@ def export_merged(
     _merge(model)
     model.to(held)
     found = scores(model, autocast=mixed)
-    # Merged weights are rounded once more: in bf16 to three digits.
+    # Merging rounds the weights once more, in bf16 to three digits.
     limit = EXACT if held == torch.float32 else MERGED
     if not bool(torch.isfinite(found).all()) or difference(found, wanted) > limit:
-        raise _differs("the merged model does not answer as the model with the adapter", folder)
+        raise _differs("the merged model differs from the model with its adapter", folder)
     export_model(
         model,
         tokenizer,
@@ -280,8 +282,8 @@ def export_merged(
 
 
 def _is_export(folder: Path) -> bool:
-    # Whether isles has made all of a folder. Its model card says so; somebody may have put other
-    # files into the folder since.
+    # Whether all files of a folder are from isles. The model card is the sign of an export, but
+    # other files may have been added since.
     with contextlib.suppress(OSError):
         card = (folder / "README.md").read_bytes()[:_CARD_BYTES]
         return b"\n- isles\n" in card and all(map(_is_of_export, folder.iterdir()))
@@ -296,13 +298,13 @@ def _is_of_export(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _whole_folder(folder: Path, card: str | None) -> Iterator[Path]:
-    # A new folder beside another, which takes its place at the end if nothing was raised.
+    # A temporary folder that replaces the target at the end, unless an error is raised.
     is_file = folder.exists() and not folder.is_dir()
     if is_file or (folder.is_dir() and any(folder.iterdir()) and not _is_export(folder)):
         raise UserError(
-            "this is a file" if is_file else "this folder is not empty and not an export of isles",
+            "this is a file" if is_file else "this folder is not empty and is not an isles export",
             where=str(folder),
-            fix="give another folder with --output",
+            fix="pass another folder with --output",
             id="file.exists",
         )
     folder = folder.absolute()  # `.` has no name
@@ -322,15 +324,15 @@ def _whole_folder(folder: Path, card: str | None) -> Iterator[Path]:
         else:
             partial.replace(folder)
     except (OSError, SafetensorError) as error:
-        # safetensors has no number of the system's error, only its words.
+        # safetensors reports the text of a system error, but not its number.
         is_full = f"(os error {errno.ENOSPC})" in str(error)
         reason = refusal(error) if isinstance(error, OSError) else NO_SPACE if is_full else error
         limit = used_up(error, folder)
         room = limit[1] if limit else "free some space"
         raise UserError(
-            f"the model could not be written: {reason}",
+            f"cannot write the model: {reason}",
             where=str(folder),
-            fix=f"{room} or give another folder: `isles checkpoint export --output`",
+            fix=f"{room} or pass another folder: `isles checkpoint export --output`",
             id="files.output",
         ) from error
     finally:
@@ -338,7 +340,7 @@ def _whole_folder(folder: Path, card: str | None) -> Iterator[Path]:
 
 
 def _plan_shards(model: Any, max_shard_bytes: int) -> list[dict[str, Tensor]]:
-    # Names and empty tensors of each file; a weight that two modules share stands once.
+    # Names and empty tensors of each file; a weight that two modules share appears once.
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     seen: set[int] = set()
@@ -356,13 +358,13 @@ def _plan_shards(model: Any, max_shard_bytes: int) -> list[dict[str, Tensor]]:
 
 
 def _write_verified(read: Callable[[], dict[str, Tensor]], file: Path) -> None:
-    # The tensors are read twice, and are never in memory twice.
+    # Each tensor is read twice, but is never in memory twice.
     save_readable(read(), file)
     with safe_open(file, "pt") as written:
         for name, value in read().items():
             _check_range(name, value)
             if not torch.equal(written.get_tensor(name), value):
-                what = f"the exported weight {name!r} does not read back"
+                what = f"the exported weight {name!r} does not read back unchanged"
                 raise _differs(what, file.parent)
 
 
@@ -376,8 +378,8 @@ def _read_shard(checkpoint: Path, names: dict[str, Tensor]) -> dict[str, Tensor]
 
 def _give_special_tokens(model: Any, tokenizer: Any) -> None:
     # A model trained with its own tokenizer must know where a text ends.
-    # Ids that are special to the tokenizer stay; others are those of another tokenizer, such as the
-    # ones that a class of models has by default. A model with an id that it lacks does not load.
+    # Special ids of the tokenizer stay. Other ids belong to another tokenizer, such as the default
+    # ids of a model class. A model with an id outside its vocabulary does not load.
     text = model.config.get_text_config()
     for holder in (model.config, text, model.generation_config):
         for name in TOKEN_IDS:
@@ -390,12 +392,12 @@ def _give_special_tokens(model: Any, tokenizer: Any) -> None:
         own = known_ids(getattr(tokenizer, name, None), text.vocab_size)
         for holder in (model.config, model.generation_config):
             if name == "pad_token_id" and holder is model.config:
-                continue  # as it was trained: that row of the embedding has no gradient
+                continue  # as in training: this embedding row gets no gradient
             ids = getattr(holder, name, None)
             has_own = not special.isdisjoint(ids if isinstance(ids, list) else [ids])
             if ids is None or (own is not None and not has_own):
                 setattr(holder, name, own)
-    # Generation stops at the tokenizer's end too: it may be that of a turn, learnt just now.
+    # Generation also stops at the tokenizer's end token, which may be a newly learned end of turn.
     known = model.generation_config.eos_token_id
     ids = known if isinstance(known, list) else [known]
     end = known_ids(tokenizer.eos_token_id, text.vocab_size)
@@ -404,11 +406,11 @@ def _give_special_tokens(model: Any, tokenizer: Any) -> None:
 
 
 def _named_by_peft(model: Any, checkpoint: Path) -> dict[str, Tensor]:
-    # The trained tensors of a checkpoint, under the names of peft's files.
+    # The trained tensors of a checkpoint, by their names in peft's files.
     from peft import get_peft_model_state_dict
 
     own = _read_shard(checkpoint, {n: p for n, p in model.named_parameters() if p.requires_grad})
-    # Embeddings that are trained are among `modules_to_save`; without asking the hub for others.
+    # `modules_to_save` lists trained embeddings, so peft need not ask Hugging Face for others.
     named = get_peft_model_state_dict(model, own, save_embedding_layers=False)
     assert len(named) == len(own), sorted(own)
     return {f"{_PEFT_PREFIX}{name}": value for name, value in named.items()}
@@ -416,7 +418,7 @@ def _named_by_peft(model: Any, checkpoint: Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _merge(model: nn.Module) -> None:
-    # In place: each matrix with what its adapter adds, rounded once; then the adapters go.
+    # In place: add each adapter to its matrix, round once, then remove the adapters.
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
@@ -443,5 +445,5 @@ def _differs(what: str, folder: Path) -> TrainingError:
     return TrainingError(
         what,
         where=str(folder),
-        fix="this is a bug of isles or of the disk; the checkpoints are untouched",
+        fix="this is a bug in isles or a disk error; the checkpoints are unchanged",
     )

@@ -1,4 +1,4 @@
-"""An export uploaded to the Hugging Face hub; asked about before hours are spent."""
+"""Upload of an export to Hugging Face, and its check before hours are spent."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _ASK_S = 30.0
 _SLOWEST_BYTES_PER_S = 10**6
 _UPLOAD_S = 600.0
 _TOKEN = re.compile(r"hf_\w+")
-_LOGIN = "run `hf auth login`, or set HF_TOKEN to a token that may write (hf.co/settings/tokens)"
+_LOGIN = "run `hf auth login`, or set HF_TOKEN to a token with write access (hf.co/settings/tokens)"
 
 
 def check_push(repo: str, *, where: str = "", timeout_s: float = _ASK_S) -> None:
-    """Make sure that an upload to `repo` would be let in. Nothing is made there.
+    """Check that Hugging Face would accept an upload to `repo`. Creates nothing there.
 
-    The token is where huggingface_hub looks for it: HF_TOKEN, or what `hf auth login` has kept.
+    The token comes from huggingface_hub: HF_TOKEN, or the token stored by `hf auth login`.
 
     Args:
-        where: who asks for it; empty: the run file.
+        where: the option that requests the upload. Default: the run file's key.
 
     Raises:
-        UserError: there is no token, the hub does not know it or cannot be reached, or it may not
-            write to repositories of this owner.
+        UserError: the token is missing or unknown to Hugging Face, Hugging Face cannot be reached,
+        or the token may not write to repositories of this owner.
     """
     from huggingface_hub import HfApi, constants, get_token
 
-    later = "or leave it out: `isles checkpoint export RUN --push-to-hub` uploads later"
+    later = "or remove it, and upload later with `isles checkpoint export RUN --push-to-hub`"
     where = where or f"checkpoint.push_to_hub: {repo}"
     if constants.HF_HUB_OFFLINE:
         raise UserError(
@@ -45,26 +45,26 @@ def check_push(repo: str, *, where: str = "", timeout_s: float = _ASK_S) -> None
         )
     if get_token() is None:
         raise UserError(
-            "there is no token for the hub", where=where, fix=f"{_LOGIN}; {later}", id="hub.upload"
+            "no Hugging Face token found", where=where, fix=f"{_LOGIN}; {later}", id="hub.upload"
         )
     api = HfApi()
     try:
         who = within(timeout_s, api.whoami, f"{constants.ENDPOINT} to say whose the token is")
     except Exception as error:
-        what = f"the hub does not take the token: {_text(error)}"
+        what = f"Hugging Face refuses the token: {_text(error)}"
         raise UserError(what, where=where, fix=f"{_LOGIN}; {later}", id="hub.upload") from None
     if (refusal := _refusal(repo, who)) is not None:
         raise UserError(refusal, where=where, fix=f"{_LOGIN}; {later}", id="hub.upload")
 
 
 def push(folder: Path, repo: str, *, message: str) -> str:
-    """Upload an export in one commit, and give the address of the repository.
+    """Upload an export in one commit, and return the address of the repository.
 
-    Makes the repository if it is not there, private; one that is there keeps its visibility, and
-    its files save weights that the export lacks.
+    A new repository is private. An existing repository keeps its visibility, and keeps its files
+    except weights that the export lacks.
 
     Raises:
-        UserError: the hub refuses or does not answer; the folder is as it was.
+        UserError: Hugging Face refuses or does not answer; the folder is unchanged.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -77,8 +77,8 @@ def push(folder: Path, repo: str, *, message: str) -> str:
     api = HfApi()
 
     def upload() -> Any:
-        # Weights of an earlier export must go: from_pretrained takes model.safetensors before an
-        # index of several files.
+        # Remove weights of an earlier export, because from_pretrained prefers model.safetensors to
+        # an index of several files.
         return api.upload_folder(
             repo_id=repo,
             folder_path=folder,
@@ -98,7 +98,7 @@ def push(folder: Path, repo: str, *, message: str) -> str:
         raise UserError(
             f"the upload failed: {_text(error)}",
             where=where,
-            fix=f"try again, or {_LOGIN}",
+            fix=f"retry, or {_LOGIN}",
             id="hub.upload",
         ) from None
     log.info("uploaded folder=%s repository=%s bytes=%d", folder, repo, size)
@@ -106,21 +106,21 @@ def push(folder: Path, repo: str, *, message: str) -> str:
 
 
 def _refusal(repo: str, who: dict[str, Any]) -> str | None:
-    # Why a token may not write to a repository, by what the hub says of it; None: it may.
+    # The reason why a token may not write to a repository; None if it may.
     owner, user = repo.partition("/")[0], str(who.get("name"))
     token = (who.get("auth") or {}).get("accessToken") or {}
     role = token.get("role")
     if role == "read":
-        return f"the token of {user} may read only"
+        return f"the token of {user} is read-only"
     orgs = {str(org.get("name")): org for org in who.get("orgs") or []}
     names = {name.lower() for name in (user, *orgs)}
     if owner.lower() not in names:
-        member = f", a member of {', '.join(orgs)}" if orgs else ""
-        return f"the token is that of {user}{member}; {owner} is neither"
+        member = f" (member of {', '.join(orgs)})" if orgs else ""
+        return f"the token belongs to {user}{member}, not to {owner}"
     matching = (org for name, org in orgs.items() if name.lower() == owner.lower())
     org: dict[str, Any] = next(matching, {})
     if owner.lower() != user.lower() and org.get("roleInOrg") == "read":
-        return f"{user} may only read in {owner}"
+        return f"{user} has only read access to {owner}"
     if role == "fineGrained":
         scopes = (token.get("fineGrained") or {}).get("scoped") or []
         may = {
@@ -134,6 +134,6 @@ def _refusal(repo: str, who: dict[str, Any]) -> str | None:
 
 
 def _text(error: Exception) -> str:
-    # The first line of a library's message, without a token that it may quote.
+    # The first line of a library's message, with any quoted token removed.
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return _TOKEN.sub("hf_...", lines[0] if lines else type(error).__name__)

@@ -1,4 +1,4 @@
-"""Load the newest whole checkpoint: copy it to every disk, and read it without a pickle."""
+"""Load the newest intact checkpoint: copy it to every disk, and read it without pickles."""
 
 from __future__ import annotations
 
@@ -35,44 +35,44 @@ log = logging.getLogger(__name__)
 
 
 def latest_good(run_dir: RunDir) -> CheckpointInfo | None:
-    """The newest checkpoint whose every hash is right; None where there is none at all.
+    """The newest checkpoint with correct hashes, or None if the run has no checkpoint.
 
-    A broken one is named in the log before an older one is taken.
+    Logs each broken checkpoint before it tries an older one.
 
     Raises:
-        TrainingError: there are checkpoints, and none can be gone on with; or the newest is of a
-            format that this isles does not read.
+        TrainingError: the run has checkpoints, but none can be resumed; or this isles cannot read
+            the format of the newest checkpoint.
     """
     folders = sorted(run_dir.checkpoints.glob("step-*"), reverse=True)
     for folder in folders:
         record = read_record(folder / MANIFEST, MAX_LIST_BYTES) or {}
         if record.get("version", MANIFEST_VERSION) not in READ_VERSIONS:
-            read_checkpoint(folder)  # raises, naming the version that wrote it
+            read_checkpoint(folder)  # raises an error with the version that wrote it
         issues = verify_checkpoint(folder)
         if not issues:
             return read_checkpoint(folder)
-        log.warning("checkpoint %s is broken and left out: %s", folder.name, "; ".join(issues))
+        log.warning("checkpoint %s is broken, skipping it: %s", folder.name, "; ".join(issues))
     if folders:
         raise TrainingError(
             f"all {len(folders)} checkpoints of this run are broken",
             where=str(run_dir.checkpoints),
-            fix="see `isles checkpoint verify`; `--resume no` starts a new run",
+            fix="check them with `isles checkpoint verify`, or start a new run with `--resume no`",
             id="checkpoint.broken",
         )
     return None
 
 
 def sound_checkpoint(folder: Path) -> CheckpointInfo:
-    """A checkpoint whose every hash is right.
+    """Check that a checkpoint's hashes are correct, and return it.
 
     Raises:
-        TrainingError: one is not.
+        TrainingError: a hash is wrong.
     """
     if issues := verify_checkpoint(folder):
         raise TrainingError(
             f"this checkpoint is broken: {'; '.join(issues)}",
             where=str(folder),
-            fix="take another one from `isles checkpoint list`",
+            fix="choose another checkpoint from `isles checkpoint list`",
             id="checkpoint.broken",
         )
     return read_checkpoint(folder)
@@ -82,13 +82,13 @@ def sound_checkpoint(folder: Path) -> CheckpointInfo:
 def on_this_disk(
     checkpoint: CheckpointInfo, run_dir: RunDir, world: World, disks: Disks, progress: Progress
 ) -> Iterator[Path]:
-    """A checkpoint of rank 0 as a folder that this rank can load from. All ranks must call this.
+    """The folder of rank 0's checkpoint that this rank can load from. All ranks must call this.
 
-    A node with a disk of its own gets a copy, which is removed when it has been read.
+    A node with a separate disk gets a copy, which is removed after the node has read it.
 
     Args:
-        checkpoint: its folder is rank 0's.
-        disks: which nodes have a run directory of their own.
+        checkpoint: its folder is on rank 0's disk.
+        disks: the nodes with a separate run directory.
 
     Raises:
         TrainingError: a disk fails or is too small, or a file has changed; on every rank.
@@ -102,7 +102,7 @@ def on_this_disk(
     files = {name: facts.sha256 for name, facts in checkpoint.manifest.files.items()}
     try:
         takers = broadcast_folder(folder, world, src=0, needs=takes, files=files, progress=progress)
-        log.info("checkpoint=%s travels to ranks=%s", checkpoint.path.name, takers)
+        log.info("sending checkpoint=%s to ranks=%s", checkpoint.path.name, takers)
         yield folder
         world.gather(None)  # the ranks of a node have all read it
     finally:
@@ -111,11 +111,11 @@ def on_this_disk(
 
 
 def refuse_other_run(run_dir: RunDir, world: World, disks: Disks) -> None:
-    """Refuse to write parts into a node's own run of the same name. All ranks must call this.
+    """Refuse to write parts into another run of the same name on a node. All ranks must call this.
 
     Raises:
-        TrainingError: a node that does not see rank 0's run directory has whole checkpoints in
-            its own.
+        TrainingError: a node that does not see rank 0's run directory has checkpoints in its
+        own.
     """
     if not disks.apart_leaders:
         return
@@ -123,10 +123,10 @@ def refuse_other_run(run_dir: RunDir, world: World, disks: Disks) -> None:
     found = sorted(run_dir.checkpoints.glob("step-*")) if world.rank in disks.apart_leaders else []
     if found:
         failure = TrainingError(
-            f"this machine has a run of its own under this name, with {found[-1].name}",
+            f"this machine has another run with this name, at {found[-1].name}",
             where=f"{run_dir.path}, rank {world.rank} on {world.host}",
-            fix=f"to go on with it, name {world.host} as the first host; else set another `name` "
-            "or output_dir, or move that folder away",
+            fix=f"to resume that run, put {world.host} first in the hosts; otherwise set another "
+            "`name` or output_dir, or move that folder away",
             id="run.elsewhere",
         )
     raise_first(world.gather(failure))
@@ -136,12 +136,11 @@ def load_tensors(state: dict[str, Any], folder: Path, *, alone: bool = False) ->
     """Fill the tensors of `state` from a checkpoint, in place, on any number of ranks.
 
     Args:
-        state: tensors (or shards) by name, as an engine's `state_dict` gives them.
-        alone: this process loads without the others; otherwise all ranks must call this.
+        state: tensors (or shards) by name, as returned by an engine's `state_dict`.
+        alone: load in this process only; otherwise all ranks must call this.
 
     Raises:
-        TrainingError: the checkpoint lacks a tensor, or holds it in another shape, or as numbers of
-            another kind.
+        TrainingError: the checkpoint lacks a tensor, or its shape or kind of numbers differs.
     """
     reader = TensorReader(folder)
     known = reader.index().tensors
@@ -157,7 +156,7 @@ def load_tensors(state: dict[str, Any], folder: Path, *, alone: bool = False) ->
         saved = known[name].shape
         if saved != tuple(value.shape):
             raise TrainingError(
-                f"{name} has shape {saved} in the checkpoint and {tuple(value.shape)} here",
+                f"{name} has shape {saved} in the checkpoint but {tuple(value.shape)} in this run",
                 where=str(folder),
                 fix="resume with the model, tokenizer and adapter that the run was started with",
                 id="checkpoint.unlike",
@@ -165,7 +164,7 @@ def load_tensors(state: dict[str, Any], folder: Path, *, alone: bool = False) ->
         if not converts(known[name].dtype, value.dtype):
             here = str(value.dtype).removeprefix("torch.")
             raise TrainingError(
-                f"{name} is {known[name].dtype} in the checkpoint and {here} here",
+                f"{name} is {known[name].dtype} in the checkpoint but {here} in this run",
                 where=str(folder),
                 fix="resume with the model, optimizer and adapter that the run was started with",
                 id="checkpoint.unlike",
@@ -176,22 +175,22 @@ def load_tensors(state: dict[str, Any], folder: Path, *, alone: bool = False) ->
             load(state, storage_reader=reader, planner=TensorPlanner(), no_dist=alone)
         except CheckpointException as error:
             raise TrainingError(
-                f"the checkpoint could not be read: {root_cause(error)}",
+                f"cannot read the checkpoint: {root_cause(error)}",
                 where=str(folder),
-                fix="check the disk, or take another one from `isles checkpoint list`",
+                fix="check the disk, or choose another checkpoint from `isles checkpoint list`",
                 id="checkpoint.broken",
             ) from error
 
 
 def rng_file(folder: Path, rank: int) -> Path:
-    """Where a rank's random state lies in a checkpoint."""
+    """The path of a rank's random state in a checkpoint."""
     return folder / f"rng-{rank:05d}.safetensors"
 
 
 def save_readable(tensors: dict[str, torch.Tensor], file: Path) -> None:
     """Write a safetensors file with the permissions of any new file.
 
-    `save_file` ignores the umask: only this user can read the files that it writes.
+    `save_file` ignores the umask, and only this user could read its files.
     """
     file.touch()
     mode = stat.S_IMODE(file.stat().st_mode)
@@ -200,13 +199,13 @@ def save_readable(tensors: dict[str, torch.Tensor], file: Path) -> None:
 
 
 def restore_rng(folder: Path, rank: int, *, saved_world_size: int, world_size: int) -> bool:
-    """Take the random state back; only where the number of ranks is the same.
+    """Restore the random state, if the number of ranks is unchanged.
 
     Returns:
-        Whether it was restored; otherwise the caller seeds afresh.
+        Whether it was restored. If not, the caller sets a new seed.
 
     Raises:
-        TrainingError: the file holds no random state.
+        TrainingError: the file does not hold a random state.
     """
     file = rng_file(folder, rank)
     if saved_world_size != world_size or not file.is_file():
@@ -220,7 +219,7 @@ def restore_rng(folder: Path, rank: int, *, saved_world_size: int, world_size: i
         raise TrainingError(
             f"the random state in {file.name} cannot be used: {root_cause(error)}",
             where=str(folder),
-            fix="take another checkpoint: `isles checkpoint list`",
+            fix="choose another checkpoint from `isles checkpoint list`",
             id="checkpoint.broken",
         ) from error
     return True

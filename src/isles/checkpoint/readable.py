@@ -21,11 +21,11 @@ log = logging.getLogger(__name__)
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _PLAIN = "PreTrainedTokenizerFast"
-"""The class that reads a tokenizer.json as it is: all versions know it by this name."""
+"""Name, in all versions, of the class that reads tokenizer.json unchanged."""
 
 _CODE = "tokenizer_of_file.py"
 _AS_ITS_FILE = {"AutoTokenizer": [None, f"{_CODE.removesuffix('.py')}.TokenizerOfFile"]}
-_CODE_TEXT = '''"""The tokenizer of tokenizer.json, whatever the type of the model beside it."""
+_CODE_TEXT = '''"""The tokenizer of tokenizer.json, whatever the type of its model."""
 
 from transformers import PreTrainedTokenizerFast
 
@@ -42,7 +42,7 @@ _RENAMED = ("num_experts",)
 _NOT_KEPT = (
     *("transformers_version", "_name_or_path", "_commit_hash", "dtype", "torch_dtype"),
     *("_attn_implementation", "_experts_implementation", "_attn_implementation_autoset"),
-    # Code and weights of the base, which are not in the export.
+    # Code and weights of the base model, which are not in the export.
     *("auto_map", "quantization_config", "kernel_config", "transformers_weights"),
 )
 
@@ -51,27 +51,30 @@ def save_config(config: Any, folder: Path, base: Mapping[str, Any]) -> None:
     """Write config.json with the names of transformers 5 and the old names.
 
     Args:
-        config: of the model that is exported.
-        base: the config.json that the run began with: none of its keys is lost.
+        config: of the exported model.
+        base: the config.json that the run started with; all its keys are kept.
     """
     config.save_pretrained(folder)
     path = folder / "config.json"
     new = read_json(path, MAX_CONFIG_BYTES)
     if type(config).__module__.startswith("transformers."):
-        new.pop("auto_map", None)  # the code that it names is not needed, and not here
-    # Some readers are strict about rope_scaling, and take the form that the model was published in.
+        new.pop("auto_map", None)  # the export does not need or contain this code
+    # Some readers accept rope_scaling only in the form in which the model was published.
     for keeps_scaling in (True, False):
         _write(path, _with_old_names(new, config, base, keeps_scaling=keeps_scaling))
         if _is_same(config, folder):
             return
     _write(path, new)
-    log.warning("config=%s has only the names of transformers 5: the old ones change it", path)
+    log.warning(
+        "config=%s has only the names of transformers 5: the old names would change it",
+        path,
+    )
 
 
 def _is_same(config: Any, folder: Path) -> bool:
     try:
         again = type(config).from_pretrained(folder).to_dict()
-    except Exception:  # a class of a config raises whatever its values provoke
+    except Exception:  # a config class may raise anything for its values
         return False
     known = config.to_dict()
     return all(again.get(k) == v for k, v in known.items() if k not in _NOT_KEPT)
@@ -93,8 +96,8 @@ def _with_old_names(
             found.setdefault(old, new[name])
     for key, value in base.items():
         if key not in found and key not in _NOT_KEPT:
-            # What the config says now under a name that it does not write, such as an id of a token
-            # that is not there any more.
+            # The config's current value under a name that it does not write, such as the id of a
+            # token that no longer exists.
             own = getattr(config, key, value)
             found[key] = own if _is_plain(own) else value
     for name in config.sub_configs:
@@ -110,7 +113,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _rope_names(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    # Layers of several kinds have each their own; the old names are of those that see everything.
+    # Each kind of layer has its own values; the old names are for full attention layers.
     local, main = rope.get("sliding_attention"), rope.get("full_attention", rope)
     if not isinstance(main, dict) or "rope_theta" not in main:
         return {}
@@ -124,7 +127,7 @@ def _rope_names(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str,
         names["rotary_pct"] = main.get("partial_rotary_factor")
     scaling = {k: v for k, v in main.items() if k not in ("rope_theta", "partial_rotary_factor")}
     if scaling.get("rope_type") == "longrope":
-        # Version 4 wants these three alone, and the length beside them.
+        # Version 4 accepts only these three here, and the length next to them.
         length = scaling.pop("original_max_position_embeddings", None)
         names |= {} if length is None else {"original_max_position_embeddings": length}
         scaling = {k: v for k, v in scaling.items() if k in ("short_factor", "long_factor")}
@@ -134,11 +137,11 @@ def _rope_names(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str,
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write a tokenizer's files into a folder, with the class that its own files name.
+    """Write a tokenizer's files into a folder, with the class from its own files.
 
     Raises:
-        OSError: the disk does not take them.
-        DataError: a value in the files that it was loaded from cannot be written.
+        OSError: the disk refuses them.
+        DataError: a value in the tokenizer's source files cannot be written.
     """
     try:
         tokenizer.save_pretrained(folder)
@@ -146,12 +149,13 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
             _name_class(tokenizer, folder)
     except OSError:
         raise
-    # Its values come from elsewhere, and may have any type.
+    # The values come from a third party, and may have any type.
     except Exception as error:
         raise DataError(
-            f"the tokenizer cannot be written: {type(error).__name__}: {str(error)[:300]}",
+            f"cannot write the tokenizer: {type(error).__name__}: {str(error)[:300]}",
             where=str(tokenizer.name_or_path or type(tokenizer).__name__),
-            fix="repair its tokenizer_config.json, or name another in tokenizer.name_or_path",
+            fix="repair its tokenizer_config.json, or set another tokenizer in "
+            "tokenizer.name_or_path",
             id="data.tokenizer",
         ) from error
 
@@ -160,17 +164,17 @@ def _name_class(tokenizer: Any, folder: Path) -> None:
     path, base = folder / TOKENIZER_CONFIG, _settings_of(tokenizer)
     new = {k: v for k, v in read_json(path).items() if k not in _OF_THIS_MACHINE}
     extra = new.get("extra_special_tokens")
-    if isinstance(extra, list):  # version 4 takes an object alone under this name
+    if isinstance(extra, list):  # version 4 accepts only an object under this name
         texts = [each["content"] if isinstance(each, dict) else each for each in extra]
         new["additional_special_tokens"] = texts
         del new["extra_special_tokens"]
-    # Without these keys classes of version 4 take defaults of their own, against the file.
+    # Without these keys, version 4 uses its class's defaults instead of the file's values.
     ids = tokenizer("a")["input_ids"]
     new["add_bos_token"] = ids[:1] == [tokenizer.bos_token_id]
     new["add_eos_token"] = ids[-1:] == [tokenizer.eos_token_id]
-    if new.get("auto_map") == _AS_ITS_FILE:  # of an earlier export
+    if new.get("auto_map") == _AS_ITS_FILE:  # from an earlier export
         del new["auto_map"]
-    if "auto_map" in new:  # code from elsewhere has a class of its own
+    if "auto_map" in new:  # third-party code has its own class
         _write(path, new)
         return
     wanted = [base.get("tokenizer_class"), new.get("tokenizer_class")]
@@ -179,7 +183,7 @@ def _name_class(tokenizer: Any, folder: Path) -> None:
         if _reads_as(tokenizer, folder):
             return
     # For some types of models, such as qwen2, transformers 5 ignores both this class and the rules
-    # of tokenizer.json, but not if the tokenizer has code of its own. Whoever does not trust the
+    # of tokenizer.json, but not if the tokenizer has custom code. A user who does not trust the
     # code gets the class above, and never runs the code.
     (folder / _CODE).write_text(_CODE_TEXT, encoding="utf-8")
     _write(path, {**new, "tokenizer_class": _PLAIN, "auto_map": _AS_ITS_FILE})
@@ -188,7 +192,7 @@ def _name_class(tokenizer: Any, folder: Path) -> None:
     (folder / _CODE).unlink()
     _write(path, {**new, "tokenizer_class": _PLAIN})
     log.warning(
-        "tokenizer=%s AutoTokenizer of transformers 5 reads it otherwise than its tokenizer.json: "
+        "tokenizer=%s AutoTokenizer of transformers 5 ignores parts of its tokenizer.json: "
         "use PreTrainedTokenizerFast.from_pretrained",
         folder.name,
     )
@@ -199,7 +203,7 @@ def _settings_of(tokenizer: Any) -> dict[str, Any]:
     from transformers.utils.hub import cached_file
 
     if not tokenizer.name_or_path:
-        return {}  # made here
+        return {}  # trained by isles
     try:
         found = cached_file(
             tokenizer.name_or_path,
@@ -214,14 +218,14 @@ def _settings_of(tokenizer: Any) -> dict[str, Any]:
 
 
 def _reads_as(tokenizer: Any, folder: Path) -> bool:
-    # Whether who loads the folder gets the same ids, also of the special tokens.
+    # Whether a user who loads the folder gets the same ids, including special tokens.
     from transformers import AutoTokenizer
 
     try:
         again = AutoTokenizer.from_pretrained(folder)
-    except Exception:  # a class raises whatever the files provoke
+    except Exception:  # a class may raise anything for its files
         return False
-    # A class may know one token under more names than the run does.
+    # A class may have more names for a token than the run has.
     has_names = tokenizer.special_tokens_map.items() <= again.special_tokens_map.items()
     return has_names and _probed(again) == _probed(tokenizer) and len(again) == len(tokenizer)
 

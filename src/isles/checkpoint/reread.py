@@ -1,7 +1,7 @@
 """Read an export in a separate process: `python -m isles.checkpoint.reread FOLDER ANSWER`.
 
 A file may lack something that the run still has in memory. So a new process loads the folder as a
-user would, and scores the rows of a probe by the logits. Each checkpoint holds the scores that the
+user would, and scores the rows of a probe from the logits. Each checkpoint has the scores that the
 run itself gave to the same rows; see `isles.train.metrics.score_probe`.
 
 B: rows of the probe. T: tokens of a row.
@@ -49,11 +49,11 @@ def scores(model: Any, *, autocast: torch.dtype | None = None) -> Tensor:
     """The log-probability that a Hugging Face model gives to each row of the probe, fp32 [B].
 
     Args:
-        model: in eval mode. A model with flash attention has eager attention afterwards.
-        autocast: the type in which a model with weights of two types computes.
+        model: in eval mode. Flash attention is replaced by eager attention.
+        autocast: the computing type of a model with weights of two types.
     """
     if model.config._attn_implementation == "flash_attention_2":
-        # It computes in 16 bits and on a GPU only. Some of its models have no sdpa.
+        # Flash attention needs 16 bits and a GPU. Some of its models do not support sdpa.
         model.set_attn_implementation("eager")
     device = next(model.parameters()).device
     tokens = probe_tokens(int(model.config.get_text_config().vocab_size)).to(device)
@@ -64,9 +64,10 @@ def scores(model: Any, *, autocast: torch.dtype | None = None) -> Tensor:
 
 
 def difference(found: Tensor, wanted: Tensor) -> float:
-    """How far two answers are apart, as a share of the spread of the wanted ones; see `scores`."""
+    """The difference of two results, as a share of the spread of the wanted scores; see
+    `scores`."""
     wanted, found = wanted.double(), found.double()
-    # A model that was never trained gives nearly the same score to each row.
+    # An untrained model gives nearly the same score to each row.
     spread = max(float(wanted.std()), 1e-3 * float(wanted.abs().mean()))
     return float((found - wanted).square().mean().sqrt()) / spread
 
@@ -79,54 +80,54 @@ def read_again(
     base_bytes: int = 0,
     least_s: float = 600.0,
 ) -> None:
-    """Load an exported model in a fresh process, and try it.
+    """Load an exported model in a new process, and compare its scores.
 
     If this machine has too little memory for the process, or is too slow, isles logs a warning and
     keeps the export.
 
     Args:
-        folder: the export; an adapter is loaded with the base that it names.
-        wanted: the answer of the trained model, see `scores`; None: it is not known. Then the
-            export must load whole and give numbers.
+        folder: the export. An adapter is loaded with the base model that it names.
+        wanted: the trained model's scores, see `scores`. Without them the export must only load
+            completely and give finite numbers.
         is_rounded: whether the run computed in 16 bits.
-        base_bytes: size of the weights beside an adapter.
-        least_s: time for an export without weights; larger exports have more.
+        base_bytes: size of an adapter's base weights.
+        least_s: seconds for an export without weights; larger exports get more.
 
     Raises:
-        TrainingError: it cannot be loaded, or answers otherwise.
+        TrainingError: the export cannot be loaded, or its scores differ.
     """
     size = base_bytes + sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     free = memory().available
     config = folder / "config.json"
     why = ""
     if size * 1.2 > free:
-        why = f"it has {format_bytes(size)}, and {format_bytes(free)} of memory is free"
+        why = f"it needs {format_bytes(size)}, but only {format_bytes(free)} of memory is free"
     elif config.is_file() and "auto_map" in read_json(config):
         why = "its code is not part of transformers"
     if why:
-        log.warning("the export is not read again: %s", why)
+        log.warning("the export was not checked: %s", why)
         return
     timeout_s = least_s + size / 5e7
     try:
         with scratch_folder("isles-export-") as place:
             answer = _answer_of(folder, place / "answer.safetensors", timeout_s)
     except ScratchError as error:
-        log.warning("the export is not read again: %s", error.what)
+        log.warning("the export was not checked: %s", error.what)
         return
     if answer is None:
         return
     if not bool(torch.isfinite(answer[_ANSWER]).all()):
-        raise _unread(folder, "it gives no numbers")
+        raise _unread(folder, "its scores are not finite")
     if wanted is None:
         return
     limit = ROUNDED if is_rounded or bool(answer[_IS_ROUNDED]) else EXACT
     if (apart := difference(answer[_ANSWER], wanted)) > limit:
         what = f"the log-probabilities of a probe differ by {apart:.1%} of their spread"
-        raise _unread(folder, f"{what}, and {limit:.1%} is the limit")
+        raise _unread(folder, f"{what}; the limit is {limit:.1%}")
 
 
 def _answer_of(folder: Path, file: Path, timeout_s: float) -> dict[str, Tensor] | None:
-    # What the export answers in a fresh process; None: the process says nothing about the export.
+    # The export's scores from a new process; None if the process failed for another reason.
     command = [sys.executable, "-m", "isles.checkpoint.reread", str(folder), str(file)]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     try:
@@ -134,12 +135,12 @@ def _answer_of(folder: Path, file: Path, timeout_s: float) -> dict[str, Tensor] 
             command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
-        log.warning("the export is not read again: it takes more than %.0f s", timeout_s)
+        log.warning("the export was not checked: loading took more than %.0f s", timeout_s)
         return None
     if done.returncode < 0:
-        # Most often the kernel, for memory: it says nothing about the export.
+        # Most often the kernel's out-of-memory killer, which is not the export's fault.
         number = -done.returncode
-        log.warning("the export is not read again: signal %d ended the process", number)
+        log.warning("the export was not checked: signal %d killed the process", number)
         return None
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
@@ -151,12 +152,12 @@ def _unread(folder: Path, why: str) -> TrainingError:
     return TrainingError(
         f"the export differs from the trained model: {why}",
         where=str(folder),
-        fix="the checkpoints are untouched; look at the base model's config.json",
+        fix="check the base model's config.json; the checkpoints are unchanged",
     )
 
 
 def main() -> int:
-    """Load a folder, and write its answer into a file; returns the exit code."""
+    """Load a folder and write its scores into a file; returns the exit code."""
     folder, file = sys.argv[1:]
     model, report = _load(Path(folder))
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -170,7 +171,7 @@ def main() -> int:
 
 
 def _load(folder: Path) -> tuple[Any, dict[str, Any]]:
-    # A model, or the base of an adapter with the adapter; and what its files lack.
+    # A model, or an adapter with its base model; and the names missing in its files.
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {"dtype": "auto", "use_safetensors": True}
@@ -181,7 +182,7 @@ def _load(folder: Path) -> tuple[Any, dict[str, Any]]:
 
     name = read_json(adapter)["base_model_name_or_path"]
     base = AutoModelForCausalLM.from_pretrained(name, **options)
-    # A name that the file lacks is a fresh adapter, which the scores show.
+    # A missing name gives a new adapter, and the scores show it.
     return PeftModel.from_pretrained(base, folder), {}
 
 

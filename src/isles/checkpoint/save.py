@@ -1,7 +1,7 @@
-"""Saving: a checkpoint is written beside its place, hashed, read back, and renamed.
+"""Saving: a checkpoint is written under a temporary name, hashed, read back, and renamed.
 
-Training goes on while a thread writes. Where nodes have disks of their own, each writes its parts
-into its own run directory and sends them to rank 0, where alone the checkpoint is whole.
+Training continues while a thread writes. A node with a separate disk writes its parts into its own
+run directory and sends them to rank 0. Only rank 0 has the complete checkpoint then.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class CheckpointManager:
     """Saves a run's state in the background, one save at a time.
 
     Args:
-        disks: which nodes have a run directory of their own.
-        attempt: which start of the run this is; its checkpoints say so.
-        uploader: sends what is saved to `checkpoint.remote`, on rank 0; None: nothing is sent.
-        now: seconds that only ever grow.
+        disks: the nodes with a separate run directory.
+        attempt: the attempt of the run, recorded in its checkpoints.
+        uploader: on rank 0, sends saved checkpoints to `checkpoint.remote`, if it is set.
+        now: monotonic clock, seconds.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class CheckpointManager:
         self._now = now
         self._uploader = uploader
         self.moved_at = now()
-        """When parts of a save have last come further on their way, by `now`."""
+        """When a part of a save last progressed, by `now`."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._pending_step = -1
@@ -87,9 +87,9 @@ class CheckpointManager:
         self.last_at: float | None = None
 
     def begin(self, step: int) -> None:
-        """Remove what killed saves left behind, and what is of steps that are done again.
+        """Remove the remains of killed saves, and checkpoints of steps that will be repeated.
 
-        All ranks call this, before the first save.
+        All ranks must call this before the first save.
         """
         if self._world.is_main:
             self._run_dir.checkpoints.mkdir(exist_ok=True)
@@ -100,15 +100,15 @@ class CheckpointManager:
             self.forget_after(step)
 
     def forget_after(self, step: int) -> None:
-        """Remove what an abandoned branch of this run has saved after `step`. Rank 0 only.
+        """Remove the checkpoints after `step`, from an abandoned branch of this run. Rank 0 only.
 
-        Steps are done again from `step` on, and a checkpoint of the old ones must neither be taken
-        for one of the new nor be gone on with.
+        The steps after `step` are repeated. Their old checkpoints must not pass for new ones, and
+        no run may resume from them.
         """
         self.wait()
         for folder in sorted(self._run_dir.checkpoints.glob("step-*")):
             if (number := step_of(folder.name)) is not None and number > step:
-                log.warning("%s is of steps that are done again, and is removed", folder.name)
+                log.warning("removing %s, because its steps are repeated", folder.name)
                 _discard(folder)
         if self._uploader is not None:
             self._uploader.forget_after(step)
@@ -122,28 +122,28 @@ class CheckpointManager:
         wait: bool,
         own: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Save a step. Training may go on as soon as this returns. All ranks must call this.
+        """Save a step. Training may continue once this returns. All ranks must call this.
 
         Args:
-            manifest: what the manifest says beside the files; `step` is required.
+            manifest: contents of the manifest other than the files; `step` is required.
             replicas: from the engine; see `strategies.base.Engine.replicas`.
-            wait: return only when the checkpoint is whole on the disk.
-            own: tensors by name that this rank alone has.
+            wait: return only when the complete checkpoint is on the disk.
+            own: tensors by name that only this rank has.
 
         Raises:
-            TrainingError: this save, or the one before it, could not be written.
+            TrainingError: this save, or the save before it, failed.
         """
         self.wait()
         step = int(manifest["step"])
         final = self._run_dir.checkpoints / checkpoint_name(step)
         partial = final.with_name(f"{PARTIAL_PREFIX}{final.name}")
-        # To read back what an earlier attempt has saved may take long.
+        # Reading back a checkpoint of an earlier attempt may take long.
         prepare = functools.partial(self._prepare, partial, final, manifest)
         if self._world.main_first(prepare, group=self._world.work):
             self._make_staging(partial)
             try:
                 random = {"cpu": torch.get_rng_state()}
-                if torch.cuda.is_available():  # of this rank's GPU
+                if torch.cuda.is_available():  # memory of this rank's GPU
                     random["cuda"] = torch.cuda.get_rng_state()
                 save_readable(random, rng_file(self._staging(partial), self._world.rank))
             except (OSError, SafetensorError) as error:
@@ -156,59 +156,58 @@ class CheckpointManager:
                 self.wait()
 
     def poll(self) -> None:
-        """Notice whether the save under way has ended. Never waits.
+        """Check whether the current save has ended. Never waits.
 
         Raises:
-            TrainingError: it failed.
+            TrainingError: the save failed.
         """
         if self._pending is not None and self._pending.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the save under way.
+        """Wait for the current save.
 
         Raises:
-            TrainingError: it failed, or was not over in checkpoint.timeout.
+            TrainingError: the save failed, or took longer than checkpoint.timeout.
         """
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
         began = self._now()
         while not pending.done():
-            # The limit begins anew whenever parts have moved on.
+            # The limit restarts whenever a part has progressed.
             left_s = max(began, self.moved_at) + self._config.timeout - self._now()
             if left_s <= 0:
                 raise TrainingError(
-                    f"saving step {self._pending_step} is not over after "
-                    f"{self._config.timeout:.0f}s",
+                    f"saving step {self._pending_step} took more than {self._config.timeout:.0f}s",
                     where=f"{self._run_dir.checkpoints}, rank {self._world.rank} on "
                     f"{self._world.host}",
-                    fix="a slow or hanging disk? Raise checkpoint.timeout, or save to another disk",
+                    fix="check the disk, raise checkpoint.timeout, or save to another disk",
                     id="checkpoint.slow",
                 )
             wait_for([pending], timeout=left_s)
         try:
-            # Not `result(left_s)`: a disk of the network fails with a TimeoutError of its own.
+            # Not `result(left_s)`: a network disk may itself raise a TimeoutError.
             pending.result()
         except (OSError, CheckpointException) as error:
             raise self._cannot_save(self._pending_step, error) from error
         self.last_step, self.last_at = self._pending_step, time.time()
 
     def close(self) -> None:
-        """Wait for the last save, and end the writer."""
+        """Wait for the last save, and stop the writer."""
         try:
             self.wait()
         finally:
             self._writer.shutdown(wait=False, cancel_futures=True)
 
     def _prepare(self, partial: Path, final: Path, manifest: dict[str, Any]) -> bool:
-        # Make the folder on rank 0's disk; False where the step is saved already.
+        # Create the folder on rank 0's disk; False if the step is already saved.
         if final.exists():
             before = (read_record(final / MANIFEST, MAX_LIST_BYTES) or {}).get("outer")
-            # What this process has saved was read back then.
+            # This process has already read back its own saves.
             if self.last_step != int(manifest["step"]) and verify_checkpoint(final):
                 _discard(final)
-            # Unless other clusters' weights have come in at this step since it was saved.
+            # Unless other clusters' weights arrived at this step after the save.
             elif before == json.loads(json.dumps(manifest.get("outer"))):
                 self.last_step, self.last_at = int(manifest["step"]), time.time()
                 return False
@@ -218,20 +217,20 @@ class CheckpointManager:
             raise TrainingError(
                 "the run directory is gone",
                 where=str(self._run_dir.path),
-                fix="put it back, or start a new run with `isles train`",
+                fix="restore it, or start a new run with `isles train`",
                 id="checkpoint.unsaved",
             )
         partial.mkdir()
         return True
 
     def _staging(self, partial: Path) -> Path:
-        # Where this rank writes its part of a checkpoint that rank 0 writes at `partial`.
+        # The folder for this rank's part of the checkpoint that rank 0 writes at `partial`.
         if not self._disks.is_apart[self._world.rank]:
             return partial
         return partial.with_name(f"{partial.name}-{self._disks.keeper(self._world.rank)}")
 
     def _make_staging(self, partial: Path) -> None:
-        # On disks that are not rank 0's. All ranks must call this.
+        # On disks other than rank 0's. All ranks must call this.
         if not self._disks.apart_leaders:
             return
         failure = None
@@ -264,7 +263,7 @@ class CheckpointManager:
                     staging, self._world, sends=self._sends, group=group, progress=self._moved
                 )
             self._world.main_first(finish, group=group)
-        except BaseException:  # torch's CheckpointException is one; it goes on to `wait`
+        except BaseException:  # including torch's CheckpointException; `wait` raises it
             if self._world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -276,12 +275,12 @@ class CheckpointManager:
         step = int(manifest["step"])
         older = [info for info in list_checkpoints(self._run_dir) if info.step < step]
         for info in older[: max(0, len(older) + 1 - self._config.keep)]:
-            # One that is read just now goes after the next save.
+            # A checkpoint that is being read is removed after the next save.
             if self._uploader is None or self._uploader.sending != info.step:
                 try:
                     _discard(info.path)
-                except OSError as error:  # the new one is whole
-                    log.warning("old checkpoint=%s cannot be removed: %s", info.path, error)
+                except OSError as error:  # the new checkpoint is complete
+                    log.warning("cannot remove the old checkpoint=%s: %s", info.path, error)
         if self._uploader is not None:
             self._uploader.look()
 
@@ -296,7 +295,7 @@ class CheckpointManager:
         if not isinstance(error, UserError):
             error = disk_failure(error, self._run_dir.checkpoints, rank)
         return TrainingError(
-            f"step {step} could not be saved: {error.what}",
+            f"cannot save step {step}: {error.what}",
             where=error.where,
             fix=error.fix,
             id="checkpoint.unsaved",
@@ -304,15 +303,15 @@ class CheckpointManager:
 
 
 def stage(state: dict[str, Any], replicas: tuple[int, int]) -> dict[str, Tensor]:
-    """A copy in CPU memory of what this rank writes.
+    """A copy in CPU memory of the tensors that this rank writes.
 
-    Replicated tensors are divided by size among the ranks that hold them, so that each is copied
-    and written once; shards stay with their rank.
+    The ranks that hold the same replicated tensors divide them by size, so that each tensor is
+    copied and written once. Shards stay with their rank.
 
     Args:
         state: tensors and shards (DTensors) by name.
-        replicas: this rank's number among those that hold the same plain tensors, and how many
-            they are.
+        replicas: this rank's number among the ranks with the same plain tensors, and the number of
+            these ranks.
     """
     rank, world_size = replicas
     plain = [name for name, value in state.items() if not isinstance(value, DTensor)]
@@ -329,17 +328,17 @@ def stage(state: dict[str, Any], replicas: tuple[int, int]) -> dict[str, Tensor]
 
 
 def write_shards(staged: dict[str, Tensor], folder: Path, group: dist.ProcessGroup) -> None:
-    """Write this rank's part into a folder, which is there. All ranks must call this."""
+    """Write this rank's part into an existing folder. All ranks must call this."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         save(staged, storage_writer=TensorWriter(folder), process_group=group)
 
 
 def seal(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
-    """Hash a written folder, read it back from the disk, and give it its name. Rank 0 only.
+    """Hash a written folder, read it back from the disk, and rename it. Rank 0 only.
 
     Raises:
-        TrainingError: what the disk gives back is not what was written.
+        TrainingError: the files read back differ from the written files.
     """
     record = {**manifest, "files": hash_files(partial)}
     write_record(partial / MANIFEST, record)
@@ -348,13 +347,13 @@ def seal(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
     sync_folder(partial)
     if issues := verify_checkpoint(partial):
         raise TrainingError(
-            f"a checkpoint reads back differently than it was written: {'; '.join(issues)}",
+            f"the checkpoint on the disk differs from the written data: {'; '.join(issues)}",
             where=str(partial),
-            fix="check the disk (dmesg, smartctl); the previous checkpoint is untouched",
+            fix="check the disk (dmesg, smartctl); the previous checkpoint is unchanged",
             id="checkpoint.unsaved",
         )
     removed = _removed(final)
-    if final.exists():  # the same step with an average that came after it
+    if final.exists():  # the same step, with an average that arrived later
         final.replace(removed)
     partial.replace(final)
     sync_folder(final.parent)
@@ -362,14 +361,14 @@ def seal(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
 
 
 def _discard(folder: Path) -> None:
-    # A kill in the middle must leave nothing that looks whole.
+    # A kill during the removal must not leave a folder that looks complete.
     removed = _removed(folder)
-    shutil.rmtree(removed, ignore_errors=True)  # left before
+    shutil.rmtree(removed, ignore_errors=True)  # from an earlier kill
     folder.replace(removed)
     try:
         shutil.rmtree(removed)
-    except OSError as error:  # on NFS while somebody reads a file of it
-        log.warning("left for the next start to remove: %s: %s", removed, error)
+    except OSError as error:  # on NFS while another process reads one of its files
+        log.warning("cannot remove %s, the next attempt will: %s", removed, error)
 
 
 def _removed(folder: Path) -> Path:
@@ -377,7 +376,7 @@ def _removed(folder: Path) -> Path:
 
 
 def _flush(file: Path) -> None:
-    # To the disk, and out of the page cache, so that reading back reads the disk.
+    # Flush to the disk and drop the page cache, so that reading back reads the disk.
     handle = os.open(file, os.O_RDONLY)
     try:
         os.fsync(handle)

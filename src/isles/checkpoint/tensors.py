@@ -124,16 +124,16 @@ class TensorReader(StorageReader):
         """The tensors that the checkpoint has.
 
         Raises:
-            TrainingError: its index is not sound.
+            TrainingError: its index is broken.
         """
         if self._index is None:
             try:
                 self._index = read_index(self._folder)
             except IndexFault as error:
                 raise TrainingError(
-                    f"the checkpoint's index cannot be read: {error}",
+                    f"cannot read the checkpoint's index: {error}",
                     where=str(self._folder / error.file),
-                    fix="take another checkpoint: `isles checkpoint list`",
+                    fix="choose another checkpoint from `isles checkpoint list`",
                     id="checkpoint.broken",
                 ) from error
             for name, entry in self._index.tensors.items():
@@ -216,7 +216,7 @@ class TensorPlanner(DefaultLoadPlanner):
 
 
 def converts(saved: str, dtype: torch.dtype) -> bool:
-    """Whether numbers of the type that an index names may fill a tensor of another type.
+    """Whether numbers of an index's type may fill a tensor of another type.
 
     Strategies keep weights, moments and counters in different widths, and each resumes the
     checkpoints of the others. A conversion between kinds would change the numbers silently.
@@ -264,7 +264,7 @@ def _unpacked(stream: BinaryIO, entry: Entry, piece: Piece) -> Tensor:
         why = str(error) if isinstance(error, PickleFault) else type(error).__name__
         raise TrainingError(
             f"{piece.file} has no valid tensor at byte {piece.start} ({why})",
-            fix="take another checkpoint: `isles checkpoint list`",
+            fix="choose another checkpoint from `isles checkpoint list`",
             id="checkpoint.broken",
         ) from error
 
@@ -303,7 +303,7 @@ def _from_archive(stream: BinaryIO, entry: Entry, piece: Piece) -> Tensor:
 
 
 class _Window(io.RawIOBase):
-    # The bytes of one piece as a file, so that zipfile never reads much at a time.
+    # The bytes of one piece as a file, so that zipfile reads only a little at a time.
     _MOST_BYTES = 1 << 20
 
     def __init__(self, stream: BinaryIO, piece: Piece) -> None:
@@ -342,15 +342,15 @@ def disk_failure(error: BaseException, folder: Path, rank: int) -> TrainingError
         free_bytes = shutil.disk_usage(folder).free
     except OSError:
         free_bytes = 0
-    cause, free = root_cause(error), f"{format_bytes(free_bytes)} are free on this disk"
+    cause, free = root_cause(error), f"{format_bytes(free_bytes)} free on this disk"
     what = f"{cause}; {free}"
     if free_bytes < _FULL_BYTES and not isinstance(error, OSError):
         what = f"the disk is full, {free} ({cause})"  # torch only says that a file ended early
     limit = used_up(error, folder)
-    room = limit[1] if limit else "free some space there, lower checkpoint.keep"
+    room = limit[1] if limit else "free some space on it, lower checkpoint.keep"
     above = (folder, *folder.parents[:2])
     is_saved = any(True for each in above for _ in each.glob(f"step-*/{MANIFEST}"))
-    resumes = "resumes from the last whole checkpoint, which is untouched"
+    resumes = "resumes from the last complete checkpoint, which is unchanged"
     return TrainingError(
         what,
         where=f"{folder}, rank {rank} on {socket.gethostname()}",

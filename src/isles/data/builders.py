@@ -1,4 +1,4 @@
-"""Builders of sample tables: which tokens of a store make which sample.
+"""Builders of sample tables, which assign a store's tokens to samples.
 
 `split_store` holds some documents out for validation. `packed` and `cut` are for text, `whole` for
 documents that stay whole, `pairs` for preferences.
@@ -21,12 +21,12 @@ from isles.data.tokens.store import TokenStore
 TooLong = Literal["truncate", "drop"]
 
 _DOCUMENTS_AT_ONCE = 4096
-"""Documents whose trained tokens are counted at once, so that memory stays small."""
+"""Number of documents whose trained tokens are counted together, to limit memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """Pieces of a store's tokens, in order and apart; a piece is a document or part of one."""
+    """Disjoint pieces of a store's tokens, in order. A piece is a document or a part of one."""
 
     starts: Int64Array
     ends: Int64Array
@@ -39,11 +39,11 @@ class Ranges:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in all of them."""
+        """Number of tokens in all pieces."""
         return int((self.ends - self.starts).sum())
 
     def joined(self) -> Ranges:
-        """The same tokens, where neighbours have become one piece."""
+        """The same tokens, with adjacent pieces merged."""
         gap = self.starts[1:] != self.ends[:-1]
         return Ranges(
             starts=self.starts[np.concatenate([[True], gap])[: len(self.starts)]],
@@ -52,15 +52,15 @@ class Ranges:
 
 
 def split_store(store: TokenStore, fraction: float, seed: int) -> tuple[Ranges, Ranges | None]:
-    """Training and validation part of a store; every token is in exactly one of them.
+    """The training part and the validation part of a store. Every token is in exactly one part.
 
-    `fraction` of the documents, at least one and never all, are held out: which ones depends on
-    the seed and the number of documents alone. Of a single text it is the tail. Pairs of
+    `fraction` of the documents, at least one and never all, are held out. The choice depends only
+    on the seed and the number of documents. For a single text, the end is held out. Pairs of
     preferences stay together.
 
     Returns:
-        The validation part is None where the fraction is 0, or where there is too little: a single
-        token, a single pair, a single document that is not text.
+        The validation part is None if the fraction is 0 or the data is too small: a single token, a
+        single pair, or a single document that is not text.
     """
     all_ranges = Ranges.of(store)
     starts, ends = all_ranges.starts, all_ranges.ends
@@ -69,7 +69,7 @@ def split_store(store: TokenStore, fraction: float, seed: int) -> tuple[Ranges, 
     if fraction == 0 or num_tokens == 1 or (num_units == 1 and store.kind != "text"):
         return all_ranges, None
     if num_units == 1:
-        # Two: a single token has nothing to predict.
+        # Two, because a single token cannot be predicted.
         cut = num_tokens - min(max(round(fraction * num_tokens), 2), num_tokens - 1)
         return Ranges(starts, np.array([cut])), Ranges(np.array([cut]), ends)
     number = min(max(round(fraction * num_units), 1), num_units - 1)
@@ -101,14 +101,14 @@ def make_table(
 def packed(
     store: TokenStore, ranges: Ranges, seq_length: int, *, isolates: bool = False
 ) -> SampleTable:
-    """Documents one after another as one text, cut into full samples.
+    """Concatenate documents and cut them into full samples.
 
-    What does not fill a sample at the end is left out; a text too short for one is a single padded
-    sample. Isolated, a document's last token does not predict the first of the next, as it would
-    not if each were a row of its own.
+    Tokens at the end that do not fill a sample are dropped. A text shorter than one sample becomes
+    a single padded sample. If documents are isolated, a document's last token does not predict the
+    first token of the next document.
     """
     spans = ranges if isolates else ranges.joined()
-    last = ranges.num_tokens - 1  # has nothing to predict
+    last = ranges.num_tokens - 1  # the last token has no target
     num_samples = last // seq_length or min(last, 1)
     length = min(seq_length, last)
     is_full = length == seq_length
@@ -131,7 +131,7 @@ def packed(
 
 
 def cut(store: TokenStore, ranges: Ranges, seq_length: int) -> SampleTable:
-    """One document of text a sample; long ones cut, short ones padded at the end.
+    """One document of text per sample. Long documents are cut, short documents padded at the end.
 
     Pieces overlap by one token, so each token of a document but its first is a target once.
     """
@@ -167,11 +167,11 @@ def whole(
     isolates: bool,
     too_long: TooLong,
 ) -> SampleTable:
-    """Whole documents, as many as fit a sample, or one each.
+    """Pack whole documents into samples, or put one document into each sample.
 
-    A document's last token is no input, so n tokens take n-1 places, each with its target. One
-    that needs more places than a sample has loses its end, or is left out; one without a trained
-    token is left out. Documents that share a sample stand in the order of the source.
+    A document's last token is not an input, so n tokens take n-1 places, each with its target. If a
+    document needs more places than a sample has, its end is cut or the document is dropped. A
+    document without a trained token is dropped. Documents in a sample keep the source's order.
     """
     isolates = packs and isolates
     kept, targets, counts = _fit(store, ranges, seq_length, 1, too_long)
@@ -200,8 +200,8 @@ def whole(
 def pairs(store: TokenStore, ranges: Ranges, seq_length: int, *, too_long: TooLong) -> SampleTable:
     """Two answers to one prompt: the chosen one in the first row, the rejected one in the second.
 
-    Pairs are not packed. One with a document of more places than a row has loses that document's
-    end, or is left out; one with a document without a trained token is left out.
+    Pairs are not packed. If a document needs more places than a row has, its end is cut or the pair
+    is dropped. A pair with a document without a trained token is dropped.
     """
     kept, targets, counts = _fit(store, ranges, seq_length, 2, too_long)
     lengths = kept.ends - kept.starts - 1
@@ -224,8 +224,8 @@ def pairs(store: TokenStore, ranges: Ranges, seq_length: int, *, too_long: TooLo
 def _fit(
     store: TokenStore, ranges: Ranges, seq_length: int, each: int, too_long: TooLong
 ) -> tuple[Ranges, Int64Array, SampleCounts]:
-    # Documents cut to seq_length + 1 tokens, without those that cannot be used, `each` at once; the
-    # trained tokens of each; and counts, still without samples.
+    # Documents cut to seq_length + 1 tokens, without unusable documents (`each` are tested
+    # together), the number of trained tokens of each, and counts without samples.
     starts = np.asarray(ranges.starts, dtype=np.int64)
     given = np.asarray(ranges.ends, dtype=np.int64)
     assert len(starts) % each == 0, "pairs are not split"
@@ -248,7 +248,7 @@ def _fit(
 
 
 def _count_trained(store: TokenStore, starts: Int64Array, ends: Int64Array) -> Int64Array:
-    # Trained tokens of each document; the first token of one is never predicted.
+    # Trained tokens of each document. The first token of a document is never predicted.
     counts: Int64Array = np.maximum(ends - starts - 1, 0)
     if store.trained is None:
         return counts
@@ -256,7 +256,7 @@ def _count_trained(store: TokenStore, starts: Int64Array, ends: Int64Array) -> I
     for first in range(0, len(long_enough), _DOCUMENTS_AT_ONCE):
         documents = long_enough[first : first + _DOCUMENTS_AT_ONCE]
         low, high = int(starts[documents].min()), int(ends[documents].max())
-        # One more, as a border may lie behind the last token.
+        # One more, because a border may be after the last token.
         trained = np.zeros(high - low + 1, dtype=np.int32)
         trained[:-1] = store.trained[low:high] != 0
         borders = np.stack([starts[documents] + 1, ends[documents]], 1).ravel() - low
@@ -265,23 +265,24 @@ def _count_trained(store: TokenStore, starts: Int64Array, ends: Int64Array) -> I
 
 
 def _sums(per_document: Int64Array, sample_ends: Int64Array) -> Int64Array:
-    # Sums over the documents of all samples before each sample, and over all.
+    # Cumulative sums over the documents of the samples, starting with 0.
     sums = np.concatenate([[0], np.cumsum(per_document)])
     return np.asarray(sums[np.concatenate([[0], sample_ends])], dtype=np.int64)
 
 
 def best_fit(lengths: Int64Array, capacity: int) -> tuple[Int64Array, Int64Array]:
-    """Assign documents to as few samples as best fit decreasing finds.
+    """Assign documents to few samples by best fit decreasing.
 
-    Longest first, each goes to the sample in which it leaves least room; documents of one length
-    are assigned together, so that millions take seconds. The same lengths give the same samples.
+    The longest document comes first, and goes to the sample with the least remaining room.
+    Documents of one length are assigned together, so that millions take only seconds. The same
+    lengths always give the same samples.
 
     Args:
         lengths: places that each document takes; 1 to `capacity`.
 
     Returns:
-        The documents' numbers, sample after sample and in each in ascending order; and for each
-        sample the place after its last one among them.
+        The documents' numbers, sample after sample, in ascending order within a sample; and for
+        each sample the position after its last document.
 
     Source: Johnson 1973, Near-optimal bin packing algorithms, section 3; grouped by length as in
     Krell et al. 2021 (arXiv:2107.02027), section 3.1.
@@ -300,7 +301,7 @@ def best_fit(lengths: Int64Array, capacity: int) -> tuple[Int64Array, Int64Array
 
 
 class _Room:
-    """The samples so far, by the places that are left in them."""
+    """The samples so far, by their number of free places."""
 
     def __init__(self, capacity: int) -> None:
         self.num_samples = 0
@@ -309,7 +310,7 @@ class _Room:
         self._samples: dict[int, list[Int64Array]] = {}
 
     def assign(self, size: int, documents: Int64Array, sample_of: Int64Array) -> None:
-        """Give each of these documents of one size a sample, noted in `sample_of`."""
+        """Assign each of these documents of one size to a sample, in `sample_of`."""
         while documents.size:
             free, samples = self._take(size, documents.size)
             each = free // size
@@ -324,7 +325,7 @@ class _Room:
             documents = documents[count:]
 
     def _take(self, size: int, wanted: int) -> tuple[int, Int64Array]:
-        # Samples with the least room in which `size` fits, or new ones, and that room.
+        # The samples with the least room for `size`, or new samples, and that room.
         at = bisect_left(self._free, size)
         if at < len(self._free):
             free = self._free[at]

@@ -1,4 +1,4 @@
-"""From global sample indices to the micro-batches of one rank, one step ahead."""
+"""The micro-batches of one rank, from global sample indices, one step ahead."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from isles.dist.split import RowSplit, even_split
 
 @dataclass(frozen=True, slots=True)
 class StepData:
-    """All that one rank reads in one inner step."""
+    """The data of one rank for one inner step."""
 
     micro_batches: tuple[Batch, ...]
-    """On the rank's device, in order."""
+    """Micro-batches on the rank's device, in order."""
 
     loss_divisor: int
-    """What the summed loss of the whole global batch is divided by: its target tokens, over all
-    ranks; of preferences, its pairs."""
+    """Divisor of the summed loss of the global batch: its target tokens over all ranks, or for
+    preferences its pairs."""
 
     global_tokens: int
     """Target tokens of the whole global batch, over all ranks."""
@@ -43,14 +43,14 @@ class StepData:
     """Global index of the first sample of the global batch."""
 
     next_sample: int
-    """Where the next global batch begins: the cursor after this step."""
+    """Start of the next global batch: the cursor after this step."""
 
 
 class Numbering(Protocol):
-    """Which samples a cluster reads that shares them with others. Any thread may ask."""
+    """The samples of a cluster that shares them with other clusters. Any thread may call it."""
 
     def covers(self, first: int, count: int) -> bool:
-        """Whether it is known yet."""
+        """Whether these indices are known yet."""
         ...
 
     def numbers(self, first: int, count: int) -> Int64Array:
@@ -61,17 +61,17 @@ class Numbering(Protocol):
 class Loader:
     """The micro-batches of one rank, step by step; the next step is read in the background.
 
-    The global batch at cursor s holds the samples s to s+G-1, or to the end of the epoch, whatever
-    the number of ranks; a split assigns them in order. Each rank reads its own, and none
-    communicates.
+    The global batch at cursor s has the samples s to s+G-1, or up to the end of the epoch, for any
+    number of ranks. A split assigns them in order. Each rank reads its own samples without
+    communication.
 
     Args:
         split: the rows of each data-parallel rank, G in all.
-        device: where the micro-batches go. Pages are pinned and copies run along on CUDA.
-        numbering: of a cluster that shares the samples with others; cursors then count its own.
-            None: they are global indices.
-        epochs: of a run whose length is in epochs, which says where batches are smaller. None: all
-            are equally large.
+        device: of the micro-batches. On CUDA, pages are pinned and copies run in the background.
+        numbering: of a cluster that shares the samples with other clusters, whose cursors count its
+            own samples. None: cursors are global indices.
+        epochs: of a run whose length is in epochs, for the smaller last batch of an epoch. None:
+            all batches are equally large.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class Loader:
         self._executor = ThreadPoolExecutor(1, "data", _use_device, (device,))
         self._ahead: tuple[int, Future[StepData]] | None = None
         self._asked = -1
-        # Where streams were, by the first cursor at which they were there; since the last save.
+        # The positions of streams since the last save, by the first cursor at that position.
         self._stream_states: list[tuple[int, Any]] = []
 
     def step(self, samples_seen: int) -> StepData:
-        """The step whose global batch begins at this sample; or the error of reading it."""
+        """The step whose global batch starts at this sample, or the error of reading it."""
         self._asked, state = samples_seen, self._dataset.state()
         if not self._stream_states or self._stream_states[-1][1] != state:
             self._stream_states.append((samples_seen, state))
@@ -116,7 +116,7 @@ class Loader:
         return replace(on_host, micro_batches=batches)
 
     def use(self, split: RowSplit) -> None:
-        """Split the rows of every later step otherwise. All ranks must do so after one step."""
+        """Change the split of all later steps. All ranks must do so after the same step."""
         assert split.global_batch_size == self.split.global_batch_size, (split, self.split)
         if split == self.split:
             return
@@ -124,9 +124,9 @@ class Loader:
         self.forget()
 
     def forget(self) -> None:
-        """Read the next step anew: what is read ahead of it is not what it will need."""
+        """Discard the step that was read ahead, because the next step needs other samples."""
         if self._ahead is not None:
-            self._ahead[1].cancel()  # what has begun ends by itself
+            self._ahead[1].cancel()  # a read that has started ends by itself
             self._ahead = None
 
     def batch_at(self, samples_seen: int) -> int:
@@ -142,20 +142,20 @@ class Loader:
         return np.arange(samples_seen, samples_seen + size)
 
     def stream_state(self, samples_seen: int) -> Any:
-        """Where streams are, for a checkpoint at this cursor; see `Dataset.state`.
+        """The positions of streams, for a checkpoint at this cursor; see `Dataset.state`.
 
-        The cursor may be one of before, but not of before the last call.
+        The cursor may be earlier than the current one, but not earlier than at the last call.
         """
         if samples_seen <= self._asked:
-            # Steps were taken back: what has been read since may lie in later segments.
+            # Steps were undone, so reads since then may be in later segments.
             return [state for first, state in self._stream_states if first <= samples_seen][-1]
         self._stream_states.clear()
         return self._dataset.state()
 
     def close(self) -> None:
-        """End the background threads; waits for the step that is read."""
+        """Stop the background threads, after the current read."""
         self._executor.shutdown(wait=False, cancel_futures=True)
-        self._dataset.close()  # who waits for a segment waits no longer
+        self._dataset.close()  # ends the wait for a segment
         self._executor.shutdown(wait=True)
 
     def _read(self, first: int) -> StepData:
@@ -166,7 +166,7 @@ class Loader:
         sample_ids = self.sample_ids(first)
         lengths = self._dataset.lengths(sample_ids)
         input_tokens = int(lengths.sum())
-        # Places that all ranks compute: the rows of a micro-batch are as long as its longest.
+        # Places that all ranks compute. The rows of a micro-batch are as long as its longest row.
         all_sizes = _micro_batch_sizes(split)
         longest = np.maximum.reduceat(lengths.max(1), np.cumsum(all_sizes) - all_sizes)
         num_rows = all_sizes * self._dataset.rows_per_sample
@@ -193,8 +193,8 @@ def evaluation_batches(
 ) -> Iterator[Batch]:
     """This rank's part of the samples 0 to num_samples-1 (or of all there are).
 
-    All ranks get equally many batches; where one has fewer samples, some of its rows train on
-    nothing.
+    All ranks get the same number of batches. If a rank has fewer samples, some of its rows train
+    on no token.
     """
     total = min(num_samples, dataset.samples_per_epoch)
     split = even_split(total, dp_size, micro_batch_size, in_step=True)
@@ -210,9 +210,9 @@ def _cut(
     sizes: Sequence[int],
     device: torch.device,
 ) -> Iterator[Batch]:
-    # Micro-batches in this machine's memory, pinned where they go to a GPU.
+    # Micro-batches in this machine's memory, pinned if they go to a GPU.
     for size in sizes:
-        # A step without samples of its own reads one and trains on nothing of it.
+        # A rank without samples in this step reads one, and trains on none of its tokens.
         first = min(start, len(sample_ids) - 1)
         wanted = sample_ids[first : first + max(1, size)]
         rows = dataset.rows(wanted)
@@ -232,7 +232,7 @@ def _on_host(
         None if x is None else torch.from_numpy(x) for x in rows
     )
     assert input_ids_BT is not None and targets_BT is not None
-    # Where nothing is trained, or everything, there is nothing to choose.
+    # If no row or every row is trained, no choice is needed.
     places_N = (targets_BT.flatten() != IGNORE_INDEX).nonzero().flatten()
     chooses = 0 < len(places_N) < targets_BT.numel()
     tensors = {
@@ -273,7 +273,7 @@ def _to_device(batch: Batch, device: torch.device) -> Batch:
 
 @functools.lru_cache(maxsize=4)
 def _micro_batch_sizes(split: RowSplit) -> Int64Array:
-    # Of all ranks, in the order of the samples; those without any are not counted.
+    # The sums of all ranks, in the order of the samples, without ranks that have no samples.
     steps = (split.micro_steps(rank) for rank in range(len(split.rows)))
     return np.array([size for sizes in steps for size in sizes if size], dtype=np.int64)
 

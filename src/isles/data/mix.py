@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 _WINDOW = 1024
 
 _ROUND_TO = 8
-"""Rows are trimmed to multiples of this, which matrix units of GPUs like."""
+"""Rows are trimmed to multiples of this number, which suits the matrix units of GPUs."""
 
 
 class Rows(NamedTuple):
@@ -50,22 +50,22 @@ class Rows(NamedTuple):
     """Padding is the end-of-text id."""
 
     targets_BT: Int64Array
-    """The token after each input, or IGNORE_INDEX at padding and where nothing is trained."""
+    """The token after each input, or IGNORE_INDEX for padding and for untrained tokens."""
 
     position_ids_BT: Int64Array | None
-    """0 where a document begins that attends to itself alone, and where padding does; None where
-    no source keeps documents apart."""
+    """0 at the start of each isolated document and of the padding. None if no source isolates
+    documents."""
 
 
 class Dataset:
     """The samples at global indices.
 
     Args:
-        order: over as many sources of the same sizes.
+        order: over the same number of sources with the same sizes.
         seq_length: places in a row, at most.
-        trims: whether the rows of a batch are only as long as the longest of them needs. Padding
-            changes no loss and no gradient, so only time is saved. It must be off where every
-            batch must have one shape.
+        trims: whether the rows of a batch are only as long as the longest row needs. Padding does
+            not change the loss or the gradient, so trimming only saves time. It must be off if
+            every batch must have one shape.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class Dataset:
         self._trims = trims
         self.seq_length = seq_length
         self.rows_per_sample = self.parts[0].rows_per_sample
-        """1; 2 for pairs, of which the chosen answer comes first."""
+        """1, or 2 for pairs (the chosen answer first)."""
         assert {part.rows_per_sample for part in self.parts} == {self.rows_per_sample}
         self.isolates = any(part.isolates for part in self.parts)
-        """Whether documents that share a row attend to themselves alone, in any source."""
+        """Whether any source isolates the documents that share a row."""
         self.reference: Float32Array | None = None
         """Scores of the two answers of each pair before training, [num_samples, 2]."""
         sizes = np.array([part.num_samples for part in self.parts], dtype=np.int64)
@@ -105,21 +105,21 @@ class Dataset:
 
     @property
     def vocab_size_needed(self) -> int:
-        """Smallest vocabulary of a model that can read this."""
+        """Smallest vocabulary of a model for these tokens."""
         return 1 + max(part.max_token_id for part in self.parts)
 
     @property
     def content(self) -> str:
-        """A hash of what the samples are made of; the same where the data is."""
+        """A hash of the samples' contents; equal data has equal hashes."""
         return hashlib.sha256(" ".join(part.content for part in self.parts).encode()).hexdigest()
 
     def state(self) -> list[dict[str, Any] | None] | None:
-        """Where streams are, as plain JSON, for a later start to go on there; None: no streams."""
+        """The positions of streams as plain JSON, for a later attempt; None without streams."""
         states = [part.state() for part in self.parts]
         return None if all(state is None for state in states) else states
 
     def close(self) -> None:
-        """End what prepares samples in the background."""
+        """Stop preparing samples in the background."""
         for part in self.parts:
             part.close()
 
@@ -131,7 +131,7 @@ class Dataset:
         )
 
     def loss_divisor(self, sample_ids: Int64Array) -> int:
-        """What the summed loss of these samples is divided by: their targets, or their pairs."""
+        """The divisor of these samples' summed loss: their targets, or their pairs."""
         return len(sample_ids) if self.rows_per_sample == 2 else self.num_targets(sample_ids)
 
     def lengths(self, sample_ids: Int64Array) -> Int64Array:
@@ -139,7 +139,7 @@ class Dataset:
         return self._lengths(*self._locate(sample_ids))
 
     def width(self, longest: Int64Array) -> Int64Array:
-        """Places in the rows of each batch whose longest row needs so many."""
+        """Places per row of a batch whose longest row needs this many."""
         if not self._trims:
             return np.full_like(longest, self.seq_length)
         return np.minimum(-(-longest // _ROUND_TO) * _ROUND_TO, self.seq_length)
@@ -181,8 +181,9 @@ class Dataset:
         return lengths
 
     def _locate(self, sample_ids: Int64Array) -> tuple[Int64Array, Int64Array]:
-        # Source and sample of each index. Locating costs the same for eight indices as for a
-        # thousand, and steps ask for one small run of indices after another: from a window.
+        # Source and sample of each index. Locating eight indices costs as much as locating a
+        # thousand, and steps ask for one small run of indices after another, so a window is located
+        # ahead.
         low, high = int(sample_ids.min()), int(sample_ids.max())
         if high - low >= _WINDOW:
             return self._order.locate(sample_ids)
@@ -207,18 +208,18 @@ def build_datasets(
     fixed_length: bool = False,
     stream_state: list[dict[str, Any] | None] | None = None,
 ) -> tuple[Dataset, Dataset | None]:
-    """The training set, and the validation set if any, of a run. All ranks must call this.
+    """The training set and the validation set (if any) of a run. All ranks must call this.
 
     DataError: a source cannot be read, or is too short. CommunicationError: a rank that prepares
-    gives no sign of life.
+    gives no heartbeat.
 
     Args:
-        tokenizer: may be None where every source is fake.
-        vocab_size: the model's, for fake sources and streams.
-        world: the ranks, of which one on each node prepares; None: this process is the only one.
+        tokenizer: may be None if every source is fake.
+        vocab_size: of the model, for fake sources and streams.
+        world: the ranks; one rank of each node prepares. None: this process is the only one.
         pairs: whether fake samples are pairs, for training.method: dpo.
         fixed_length: whether every batch must have rows of data.seq_length.
-        stream_state: where a run that streams goes on, as `Dataset.state` gave it; None: it begins.
+        stream_state: position of a resumed stream, from `Dataset.state`; None for a new run.
     """
 
     parts = _make_parts(data, tokenizer, cache_dir, seed, progress, vocab_size, world, pairs=pairs)
@@ -252,7 +253,7 @@ def build_validation(
     vocab_size: int | None = None,
     pairs: bool = False,
 ) -> Dataset | None:
-    """The validation set alone, in one process: of a run that streams, no segment is prepared.
+    """The validation set alone, in one process. If the run streams, no segment is prepared.
 
     Arguments and errors as for `build_datasets`.
     """
@@ -261,7 +262,7 @@ def build_validation(
 
 
 _Parts = Sequence[tuple[Samples | None, Samples | None]]
-"""Of each source the samples for training, which a stream has elsewhere, and for validation."""
+"""Each source's samples for training (except for a stream) and for validation."""
 
 
 def _make_parts(
@@ -277,13 +278,13 @@ def _make_parts(
 ) -> _Parts:
     def prepared(source: SourceConfig, open_rows: Callable[[], Source]) -> TokenStore:
         assert tokenizer is not None, "text needs a tokenizer"
-        # The rows may name their source otherwise, but only one rank of a node opens them.
+        # The rows may have another name for their source, but only one rank of a node opens them.
         name = f"{source.path} ({source.subset})" if source.subset else str(source.path)
 
         def make(report: Callable[[str], None]) -> Path:
             encoder = Encoder(source, tokenizer)
             limit = data.max_bad_fraction
-            # Perhaps a download of hours, which has time-outs of its own.
+            # This may be a download of hours, which has its own timeouts.
             is_far = source.path is not None and may_be_hub_id(source.path)
             with reporting(report, f"opening {source.path}") if is_far else nullcontext():
                 rows = open_rows()
@@ -318,12 +319,12 @@ def _make_parts(
 def _validation(data: DataConfig, parts: _Parts, seed: int, *, trims: bool) -> Dataset | None:
     if all(held_out is None for _, held_out in parts):
         return None
-    # The validation set has an order of its own, the same at every evaluation.
+    # The validation set has a separate order, equal at every evaluation.
     return _mixed(data, [held_out for _, held_out in parts], seed + 1, trims=trims)
 
 
 def _mixed(data: DataConfig, parts: Sequence[Samples | None], seed: int, *, trims: bool) -> Dataset:
-    # The samples of those sources that have some; either all sources have a weight, or none.
+    # The sources that have samples. Either all sources have a weight, or none has.
     some = [(s, part) for s, part in zip(data.sources, parts, strict=True) if part is not None]
     weights = [source.weight for source, _ in some if source.weight is not None]
     order = SampleOrder([part.num_samples for _, part in some], weights or None, seed)
@@ -362,7 +363,7 @@ def split_samples(
     )
     if counts.dropped and store.kind != "text":
         log.warning(
-            "source=%s: %d of %d %s are left out: %d longer than seq_length %d, %d without a "
+            "source=%s: %d of %d %s are skipped: %d longer than seq_length %d, %d without a "
             "trained token in their first %d",
             store.name,
             counts.dropped,
@@ -379,41 +380,41 @@ def split_samples(
 def _too_little(
     data: DataConfig, store: TokenStore, train: SampleTable, num_tokens: int
 ) -> DataError:
-    # Why nothing of a source can be trained on.
+    # The error for a source without anything to train on.
     length, counts = data.seq_length, train.counts
     where, id = "data.seq_length", "data.untrained"
     if store.kind == "text":
-        id, fix = "data.short", "give it more text"
+        id, fix = "data.short", "add more text to this source"
         what = (
             f"{store.name}: {num_tokens} training tokens of {len(store.document_ends)} documents "
-            f"do not make one sample of {length} and the token after it"
+            f"are too few for one sample of {length} and the token after it"
         )
         if num_tokens > 2:
             fix = f"set data.seq_length to {num_tokens - 1} or less, or {fix}"
     else:
         noun = "pairs" if store.kind == "preference" else "documents"
-        what = f"{store.name}: none of {counts.documents} {noun} can be trained on: "
+        what = f"{store.name}: none of the {counts.documents} {noun} can be trained on: "
         if counts.too_long:
             where += ", data.too_long: drop"
             what += f"{counts.too_long} are longer than {length} tokens and a next one, "
-            what += f"and {counts.untrained} others hold nothing to train"
+            what += f"and {counts.untrained} others have no trained token"
             fix = "raise data.seq_length, or use data.too_long: truncate"
         else:
-            what += f"no token that is trained lies in the first {length} tokens"
-            fix = "raise data.seq_length, or look at the data with `isles data show`"
+            what += f"the first {length} tokens have no trained token"
+            fix = "raise data.seq_length, or inspect the data with `isles data show`"
     return DataError(what, where=where, fix=fix, id=id)
 
 
 def documents_for_tokenizer(data: DataConfig) -> Iterator[str]:
-    """All text of the sources, in turn, so that the first of it stands for all."""
+    """All text of the sources in turn, so that its beginning represents all sources."""
     sources = [source for source in data.sources if source.type not in ("fake", "tokens")]
     if not sources:
         raise DataError(
-            f"there is no text to train a tokenizer on: every source is {data.sources[0].type}",
+            f"cannot train a tokenizer without text: every source is {data.sources[0].type}",
             where="tokenizer.train_vocab_size",
-            fix="take it out: fake sources need no tokenizer"
+            fix="remove it: fake sources do not need a tokenizer"
             if data.sources[0].type == "fake"
-            else "name the tokenizer that the token ids belong to in tokenizer.name_or_path",
+            else "set tokenizer.name_or_path to the tokenizer that made the token ids",
             id="data.untrained",
         )
     for texts in zip_longest(*(_texts(source, data) for source in sources)):
@@ -421,7 +422,7 @@ def documents_for_tokenizer(data: DataConfig) -> Iterator[str]:
 
 
 def _texts(source: SourceConfig, data: DataConfig) -> Iterator[str]:
-    # Of a stream, nothing is downloaded that is not read.
+    # A stream downloads only the rows that it reads.
     opened = open_source(source, streams=data.streaming)
     tally = Tally(opened.name, data.max_bad_fraction)
     is_empty = True

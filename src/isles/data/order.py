@@ -1,4 +1,4 @@
-"""Which sample comes when: index arithmetic that needs the seed and the sample index alone.
+"""The order of the samples: index arithmetic on the seed and the sample index only.
 
 Random numbers depend on a key and a counter (`key_from`, `draw`), `permute` shuffles without
 holding the order in memory, and `SampleOrder` interleaves the sources.
@@ -17,12 +17,12 @@ Float32Array = npt.NDArray[np.float32]
 UInt64Array = npt.NDArray[np.uint64]
 
 PERIOD = 65_536
-"""Samples in which every weighted source gets exactly its share."""
+"""Number of samples after which every weighted source has exactly its share."""
 
 ENDLESS = 2**40
-"""Stands for the samples of a stream, which has no last one."""
+"""Number of samples of a stream, which is endless."""
 
-_ROUNDS = 4  # enough by Luby and Rackoff 1988; more only cost time
+_ROUNDS = 4  # enough by Luby and Rackoff 1988; more would only cost time
 _MASK = 2**64 - 1
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -30,7 +30,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def scramble(values: UInt64Array) -> UInt64Array:
-    """A fixed bijection of uint64 after which neighbours look unrelated.
+    """A fixed bijection of uint64 that makes neighboring numbers look unrelated.
 
     Source: splitmix64, Steele, Lea and Flood 2014 (doi:10.1145/2660193.2660195).
     """
@@ -44,7 +44,7 @@ def scramble(values: UInt64Array) -> UInt64Array:
 def key_from(seed: int, *parts: int | Int64Array) -> UInt64Array:
     """Keys (uint64) of independent streams of random numbers: for the seed and each of the parts.
 
-    The shape is that to which the parts broadcast (at least one element).
+    The result has the broadcast shape of the parts (at least one element).
     """
     key = scramble(np.array([seed & _MASK], dtype=np.uint64))
     for part in parts:
@@ -61,9 +61,9 @@ def draw(key: UInt64Array, counter: Int64Array) -> UInt64Array:
 def permute(index: Int64Array, n: int, key: UInt64Array) -> Int64Array:
     """The place of each index (int64) in a random order of 0..n-1, n at most 2**62.
 
-    A Feistel network over the next power of two, walked until it lands below n (cycle walking), so
-    that the order is never held in memory. There is one key, or one for each index; each is another
-    order.
+    A Feistel network over the next power of two, repeated until the result is below n (cycle
+    walking), so the order is never in memory. There is one key, or one for each index; each key
+    gives another order.
 
     Source: Black and Rogaway 2002, Ciphers with Arbitrary Finite Domains, section 5.
     """
@@ -102,7 +102,7 @@ def shares(weights: Sequence[float], slots: int) -> list[int]:
     by_want = sorted(range(len(weights)), key=lambda i: given[i] - exact[i])
     for i in range(slots - sum(given)):
         given[by_want[i % len(given)]] += 1
-    while sum(given) > slots:  # the ones given to tiny sources come from the largest
+    while sum(given) > slots:  # the largest source pays for tiny sources
         given[given.index(max(given))] -= 1
     return given
 
@@ -111,12 +111,12 @@ class SampleOrder:
     """The endless order of the samples of several sources.
 
     It depends on the seed and the global sample index alone, never on ranks or batches.
-    Without weights, an epoch holds every sample of every source once. With weights, each run of
-    PERIOD samples holds each source in proportion, and each source is read in epochs of its own.
+    Without weights, an epoch has every sample of every source once. With weights, each run of
+    PERIOD samples has each source in proportion, and each source has its own epochs.
 
     Args:
         sizes: samples in each source; all positive. None: the sources are endless streams, each
-            read from its first sample on; shuffling is left to them.
+            read from its first sample on, in the stream's order.
         weights: shares of the sources; None: no weights.
     """
 
@@ -128,12 +128,12 @@ class SampleOrder:
         assert weights is not None or sizes is not None, "streams have no sizes to go by"
         self._seed = seed
         self._slots = None if weights is None else np.asarray(shares(weights, PERIOD), np.int64)
-        # Two: a batch may lie across the border between periods.
+        # Two, because a batch may span two periods.
         self._period = lru_cache(maxsize=2)(self._order_period)
 
     @property
     def samples_per_epoch(self) -> int:
-        """As many samples as all sources have together; of streams more than can be read."""
+        """Number of samples of all sources; for streams, more than a run can read."""
         return ENDLESS if self._sizes is None else int(self._sizes.sum())
 
     def locate(self, sample_ids: Int64Array) -> tuple[Int64Array, Int64Array]:

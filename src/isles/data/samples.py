@@ -21,8 +21,8 @@ FAKE_SAMPLES = 2**20
 """Samples in an epoch of a fake source."""
 
 Tail = Literal["own", "next", "none"]
-"""Target of the last place of a span: the span's own next token, the first token of the next span,
-or none."""
+"""Kind of target at a span's last place: the span's own next token, the first token of the next
+span, or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,11 @@ class SampleCounts:
     """Documents (of preferences, pairs) of one part of a source, and the samples that they make.
 
     Args:
-        truncated: documents longer than a sample, and cut at its end.
-        too_long: documents longer than a sample, and left out.
-        untrained: documents left out because nothing in them is trained.
+        truncated: documents longer than a sample, cut at its end.
+        too_long: documents longer than a sample, dropped.
+        untrained: documents without a trained token, dropped.
         used: places of all samples at which a token is read.
-        places: of all samples at their full length.
+        places: places of all samples at their full length.
     """
 
     documents: int
@@ -52,7 +52,7 @@ class SampleCounts:
 
     @property
     def padding_share(self) -> float:
-        """Share of all places that hold padding, where samples have their full length."""
+        """Share of padding among all places, for samples of full length."""
         return 1 - self.used / self.places if self.places else 0.0
 
 
@@ -61,19 +61,19 @@ class Samples(ABC):
 
     num_samples: int
     rows_per_sample = 1
-    """1; 2 for pairs, of which the chosen answer comes first."""
+    """1, or 2 for pairs (the chosen answer first)."""
     isolates = False
-    """Whether documents that share a row attend to themselves alone."""
+    """Whether documents that share a row are isolated."""
 
     @property
     @abstractmethod
     def max_token_id(self) -> int:
-        """No id is larger."""
+        """Largest token id."""
 
     @property
     @abstractmethod
     def content(self) -> str:
-        """Equal where the samples are."""
+        """A hash of the samples; equal samples have equal hashes."""
 
     @abstractmethod
     def num_targets(self, samples: Int64Array) -> Int64Array:
@@ -94,40 +94,40 @@ class Samples(ABC):
         """Write one sample into rows, padding included.
 
         Args:
-            input_ids_RT, targets_RT: rows of at least the sample's lengths, and at most as long as
-                a sample may be; all of it is written.
-            position_ids_RT: counted from 0 when given; where documents are isolated, each of them
-                and the padding are counted anew.
+            input_ids_RT, targets_RT: at least as long as the sample, at most as long as the longest
+                possible sample; completely overwritten.
+            position_ids_RT: if given, filled with positions from 0. With isolated documents, each
+                document and the padding start again at 0.
         """
 
     @property
     def record(self) -> Mapping[str, Any]:
-        """Counts of the rows that the samples are made of, as `Tally.record` has them, if any."""
+        """Counts of the samples' rows, as in `Tally.record`, if any."""
         return {}
 
     def state(self) -> dict[str, Any] | None:
-        """Where a stream is, as plain JSON: a start that is given this reads on from there."""
+        """The position of a stream as plain JSON, from which a later attempt continues."""
         return None
 
     def close(self) -> None:  # noqa: B027
-        """End what prepares samples in the background."""
+        """Stop preparing samples in the background."""
 
 
 class SampleTable(Samples):
     """Samples cut out of a store of tokens.
 
-    Spans are runs of tokens of the store. Their places are counted one after another over all
-    spans, and a row is a run of places. At each place one token is read, and the token after it is
-    the target.
+    Spans are runs of tokens of the store. Their places are numbered consecutively over all spans,
+    and a row is a run of places. At each place one token is read, and the next token is the
+    target.
 
     Args:
-        starts: of each span, its first token in the store.
-        lengths: of each span, how many places it has.
+        starts: first token of each span in the store.
+        lengths: number of places of each span.
         tail: the target of a span's last place.
-        rows: the first place of each row, and the one after its last; an int: each row has so many
-            places, one row after the other.
-        how: names how the samples were made, for `content`.
-        targets: of each sample, how many tokens are trained; None: all that have a target.
+        rows: the first place of each row and the place after its last; or an int, the number of
+            places of every row, one row after the other.
+        how: name of the method that made the samples, for `content`.
+        targets: number of trained tokens of each sample; None: every token with a target.
         rows_per_sample, isolates: see `Samples`.
     """
 
@@ -209,7 +209,8 @@ class SampleTable(Samples):
     def _read_row(
         self, place: int, end: int, input_ids_T: Int64Array, targets_T: Int64Array
     ) -> list[int]:
-        # Write the places up to `end`; gives where in the row each span begins, and padding.
+        # Write the places up to `end`; returns the start of each span and of the padding in the
+        # row.
         tokens, trained = self._store.tokens, self._store.trained
         span = int(np.searchsorted(self._ends, place, side="right"))
         borders, at = [], 0

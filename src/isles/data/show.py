@@ -1,4 +1,4 @@
-"""What is trained on, for people: a few documents with their trained tokens, and counts."""
+"""A view of the trained tokens for the user: a few documents, and counts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from isles.data.tokens.store import TokenStore
 from isles.facts.units import printable
 
 SHOWN_TOKENS = 600
-"""Of a longer document only so many are shown."""
+"""Number of tokens to show of a longer document."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """One document for people, and how many tokens at its end are not shown."""
+    """One document for display, and the number of tokens omitted at its end."""
 
     title: str
     stretches: Sequence[Stretch]
@@ -45,9 +45,9 @@ class Figures:
     """Counts of a source's rows, documents and tokens.
 
     Args:
-        empty: rows of text that hold nothing.
-        bad: rows that are left out because they are bad.
-        documents: that they make; of preferences two for each row.
+        empty: rows of empty text.
+        bad: bad rows, which are skipped.
+        documents: of these rows; for preferences two per row.
         median: length of documents, tokens.
         over_length: documents of more than seq_length tokens and a next one as target.
     """
@@ -65,10 +65,10 @@ class Figures:
 
 
 def field_notes(number: int, source: SourceConfig, record: Mapping[str, Any]) -> Iterator[str]:
-    """Lines for people: the fields that nothing reads, and ignored fields that no row has.
+    """Lines for the user: the fields that nothing reads, and ignored fields that no row has.
 
     Args:
-        number: of the source in the run file, from 0.
+        number: number of the source in the run file, from 0.
         record: of the rows, as `Tally.record` has it; {}: unknown.
     """
     key = f"data.sources.{number}"
@@ -108,7 +108,8 @@ def figures_of(data: DataConfig, source: SourceConfig, store: TokenStore) -> Fig
 def shown_documents(
     store: TokenStore, decode: Callable[[list[int]], str], seq_length: int, num_samples: int
 ) -> Iterator[Shown]:
-    """Documents from all over a store, special tokens written out; both of a pair."""
+    """Documents from the whole store, with special tokens written out. A pair gives both
+    documents."""
     each = 2 if store.kind == "preference" else 1
     num_items = len(store.document_ends) // each
     places = np.unique(np.linspace(0, num_items - 1, min(num_samples, num_items)).astype(int))
@@ -151,7 +152,7 @@ def _stretches(
     borders = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(ids)]
     stretches, before = [], ""
     for start, end in pairwise(borders):
-        # By what it adds: decoded alone, a stretch may lose the space at its beginning.
+        # The difference of two decodings, because a part decoded alone may lose its first space.
         so_far = decode(ids[:end])
         is_prefix = so_far.startswith(before)
         text = so_far[len(before) :] if is_prefix else decode(ids[start:end])

@@ -1,7 +1,7 @@
-"""Adapters: a frozen Hugging Face model with small trained matrices beside its own, by peft.
+"""Adapters: a frozen Hugging Face model with small trained matrices added to it, through peft.
 
-They are put into the model in place, so that it stays what it is for everybody else; only some of
-its names change. `base_name` gives a name back as the model's own files have it.
+Adapters are added in place, so the model keeps its class and only some names change. `base_name`
+converts a name to its form in the model's own files.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from isles.dist.batch import MIXED_DTYPE
 from isles.errors import UserError
 
 _NAME = "default"
-"""Of the adapter, among those that peft lets a model have."""
+"""Name of isles' adapter; peft allows several adapters per model."""
 
 _FRESH = (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B.")
 _MAGNITUDE = ".lora_magnitude_vector."
 
 
 def frozen_dtype(precision: Precision, adapter: AdapterConfig) -> torch.dtype | None:
-    """What the weights are held in that an adapter leaves alone; None: as the trained ones.
+    """The type of the weights that an adapter leaves frozen; None: as the trained weights.
 
-    A forward pass under mixed precision computes with a 16-bit copy; without gradients to collect
-    there is no need for more than that copy.
+    A forward pass under mixed precision computes with a 16-bit copy. Frozen weights have no
+    gradients, so that copy is enough.
     """
     return None if adapter.type == "none" else MIXED_DTYPE.get(precision)
 
 
 def import_peft(adapter: AdapterConfig) -> Any:  # an untyped library
-    """The package peft.
+    """Import the package peft.
 
     Raises:
-        MissingDependencyError: it, or bitsandbytes for qlora, is not installed.
+        MissingDependencyError: peft, or bitsandbytes for qlora, is not installed.
     """
     if missing := missing_package(adapter):
         raise missing
-    # torchao, which comes with it, names each of its CUDA libraries that it cannot load.
+    # peft imports torchao, which warns of each CUDA library that it cannot load.
     noisy = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree", "DeepSpeed")]
     levels = [logger.level for logger in noisy]
     for logger in noisy:
@@ -58,7 +58,7 @@ def import_peft(adapter: AdapterConfig) -> Any:  # an untyped library
 
 
 def add_adapter(model: Any, adapter: AdapterConfig, *, dtype: torch.dtype, name: str) -> None:
-    """Freeze a model and put an adapter into it, with any weights.
+    """Freeze a model and add an adapter to it, with uninitialized weights.
 
     Args:
         model: a Hugging Face model, with weights or on the meta device.
@@ -66,7 +66,7 @@ def add_adapter(model: Any, adapter: AdapterConfig, *, dtype: torch.dtype, name:
 
     Raises:
         MissingDependencyError: peft is not installed.
-        UserError: there are no such modules, or they cannot have an adapter.
+        UserError: modules in the run file do not exist or cannot have an adapter.
     """
     peft = import_peft(adapter)
     targets = _find_targets(model, adapter)
@@ -74,13 +74,13 @@ def add_adapter(model: Any, adapter: AdapterConfig, *, dtype: torch.dtype, name:
         inner = [name for name in targets if name == whole or name.startswith(f"{whole}.")]
         if inner:
             raise UserError(
-                f"{whole} is to be trained whole, and {inner[0]} in it is to get an adapter",
+                f"{whole} cannot be trained whole while {inner[0]} inside it gets an adapter",
                 where="adapter.modules_to_save",
-                fix="take one of them out of the two lists",
+                fix="remove one of the two from its list",
                 id="adapter.modules",
             )
     _check_tied(model, [*targets, *_named(model, adapter.modules_to_save)])
-    # For adapter_config.json: names by their ends, where these mean the same modules.
+    # For adapter_config.json: the short names, if they match the same modules.
     short = list(adapter.target_modules)
     if adapter.target_modules == "all-linear":
         short = sorted({name.rpartition(".")[2] for name in targets})
@@ -98,7 +98,7 @@ def add_adapter(model: Any, adapter: AdapterConfig, *, dtype: torch.dtype, name:
     )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what is checked above, or set right by peft itself
+            warnings.simplefilter("ignore")  # about things checked above, or corrected by peft
             peft.inject_adapter_in_model(config, model, _NAME)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise UserError(
@@ -113,7 +113,7 @@ def add_adapter(model: Any, adapter: AdapterConfig, *, dtype: torch.dtype, name:
 
 
 def base_name(name: str) -> str | None:
-    """A parameter's name in the files of the base model; None: it is the adapter's own."""
+    """A parameter's name in the files of the base model; None for the adapter's own parameters."""
     if is_fresh(name) or _MAGNITUDE in name:
         return None
     for inserted in (".base_layer.", ".original_module.", f".modules_to_save.{_NAME}."):
@@ -122,16 +122,16 @@ def base_name(name: str) -> str | None:
 
 
 def is_fresh(name: str) -> bool:
-    """Whether a parameter is one of the low-rank matrices, which begin by chance and zeros."""
+    """Whether a parameter is a low-rank matrix, which starts with random numbers or zeros."""
     return any(part in name for part in _FRESH)
 
 
 def magnitudes(model: nn.Module) -> Iterator[tuple[nn.Parameter, str, Any, int]]:
-    """What DoRA computes from the base's weights before the first step.
+    """The vectors that DoRA computes from the base weights before the first step.
 
     Yields:
-        The vector; the name in the base model's files of the matrix whose lengths it holds; the
-        module that has the matrix; over which of its axes to take them.
+        The vector, the name of its matrix in the base model's files, the module that has the
+        matrix, and the axis of the lengths.
     """
     for name, module in model.named_modules():
         vectors: Any = getattr(module, "lora_magnitude_vector", None)
@@ -157,7 +157,7 @@ def _find_targets(model: Any, adapter: AdapterConfig) -> list[str]:
 
     if adapter.target_modules == "all-linear":
         lm_head = model.get_output_embeddings()
-        # Linear layers, of which some models write their own kind (GPT-2's Conv1D).
+        # Linear layers; some models have their own class (GPT-2's Conv1D).
         found = [
             name
             for name, module in model.named_modules()
@@ -165,9 +165,9 @@ def _find_targets(model: Any, adapter: AdapterConfig) -> list[str]:
         ]
         if not found:
             raise UserError(
-                f"{type(model).__name__} has no linear layers beside its head",
+                f"{type(model).__name__} has no linear layers except its head",
                 where="adapter.target_modules: all-linear",
-                fix=f"name the modules: {', '.join(_known_names(model))}",
+                fix=f"list the modules: {', '.join(_known_names(model))}",
                 id="adapter.modules",
             )
         return found
@@ -175,7 +175,7 @@ def _find_targets(model: Any, adapter: AdapterConfig) -> list[str]:
 
 
 def _named(model: nn.Module, wanted: Iterable[str], key: str = "") -> list[str]:
-    # The modules that names of the run file mean: by their ends, as in peft.
+    # The modules that match the run file's names by their ends, as in peft.
     every = [name for name, _ in model.named_modules() if name]
     found: list[str] = []
     for one in wanted:
@@ -194,23 +194,23 @@ def _named(model: nn.Module, wanted: Iterable[str], key: str = "") -> list[str]:
 
 
 def _check_tied(model: Any, chosen: list[str]) -> None:
-    # Two modules with one weight cannot be trained by one of them without coming apart.
+    # Training one of two modules that share a weight would make the two differ.
     if not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
         return
     ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
     tied = [name for name in chosen if id(model.get_submodule(name)) in ends]
     if tied:
         raise UserError(
-            f"{tied[0]} cannot be trained in {type(model).__name__}: its head shares the weights "
-            "of its embedding (tie_word_embeddings), and the two would come apart",
+            f"{tied[0]} cannot be trained separately in {type(model).__name__}: its head and its "
+            "embedding share their weights (tie_word_embeddings)",
             where="adapter.modules_to_save and adapter.target_modules",
-            fix=f"take {tied[0]} out of them, or train every weight: adapter.type: none",
+            fix=f"remove {tied[0]}, or train every weight: adapter.type: none",
             id="adapter.modules",
         )
 
 
 def _known_names(model: nn.Module) -> list[str]:
-    # The last parts of the names of modules that can get an adapter, each once.
+    # The short names of modules that can get an adapter, without duplicates.
     from transformers.pytorch_utils import Conv1D
 
     kinds = nn.Linear | Conv1D | nn.Embedding

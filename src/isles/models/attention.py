@@ -1,4 +1,4 @@
-"""Causal attention for training that looks at no values, and so never waits for the GPU.
+"""Causal attention for training that does not read values, and so never waits for the GPU.
 
 B: rows. T: tokens of a row. N: tokens of all rows. H: heads. D: head dimension.
 """
@@ -24,20 +24,20 @@ def use_maskless_attention(
     dtype: torch.dtype | None = None,
     is_compiled: bool = False,
 ) -> bool:
-    """Switch a model from sdpa to the same sdpa without a mask; False where that would differ.
+    """Switch a model from sdpa to sdpa without a mask; False if the result would differ.
 
-    transformers looks at the position ids in every forward pass to find packed documents, and that
-    look makes the CPU wait for the GPU. A batch of isles holds one document a row, padded at the
-    right only: there, plain causal attention is the same function; or it says itself where
-    documents begin (`dist/batch.py`).
-    A model with sliding windows or other kinds of layers keeps its own masks.
+    transformers reads the position ids in every forward pass to find packed documents, and that
+    makes the CPU wait for the GPU. A batch of isles has one document per row with padding only at
+    the right, where plain causal attention gives the same result. Otherwise the batch itself has
+    the document boundaries (`dist/batch.py`). A model with sliding windows or other kinds of
+    layers keeps its own masks.
 
     Args:
-        device: where it computes; None: any, and documents that are kept apart go through a mask.
-            Else nothing is computed between them where that can be done: on a GPU with bf16 or
-            fp16 by a kernel for it, on a CPU document by document.
-        dtype: in what attention is computed, as far as it is known.
-        is_compiled: whether torch.compile will have the model. On a CPU documents then go through
+        device: of the model; None: any device, and separate documents use a mask. With a device,
+            isles skips the computation between documents if it can: with a kernel on a GPU in bf16
+            or fp16, and document by document on a CPU.
+        dtype: computing type of attention, if known.
+        is_compiled: whether torch.compile will compile the model. On a CPU, documents then use
             a mask, as their number would be part of what is compiled.
     """
     config = model.config
@@ -48,38 +48,38 @@ def use_maskless_attention(
     on_cpu = device is not None and device.type == "cpu"
     by_document = not is_compiled if on_cpu else _has_kernel(config, device, dtype)
     name = VARLEN if by_document and config.model_type not in DEAF else MASKED
-    # Known to the attention functions and not to the mask functions: no mask is made for it.
+    # Registered as an attention function but not as a mask function, so no mask is made.
     AttentionInterface.register(name, _attend)
     model.set_attn_implementation(name)
     return True
 
 
 def check_attention(name: str, device: torch.device) -> None:
-    """Whether the attention that the run file names can train here.
+    """Check that the run file's attention can train on this machine.
 
     Raises:
-        UserError: it needs a GPU, or a package.
+        UserError: the attention needs a GPU or a package that is missing.
     """
     if name not in ("flash_attention_2", "flex_attention"):
         return
     if device.type != "cuda":
         raise UserError(
-            f"attn_implementation {name} trains on a GPU only, and this rank has none",
+            f"attn_implementation {name} trains only on a GPU, but this rank has none",
             where="model.attn_implementation",
-            fix="use model.attn_implementation: sdpa, which is fused attention too",
+            fix="use model.attn_implementation: sdpa, which is also fused attention",
         )
     if name == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         raise MissingDependencyError(
             "attn_implementation flash_attention_2 needs the package flash-attn",
             where="model.attn_implementation",
             fix="pip install flash-attn --no-build-isolation, or use "
-            "model.attn_implementation: sdpa, which is fused attention too",
+            "model.attn_implementation: sdpa, which is also fused attention",
         )
 
 
 def _has_kernel(config: Any, device: torch.device | None, dtype: torch.dtype | None) -> bool:
-    # Whether torch's kernel for documents of different lengths can do the model's attention.
-    # It knows no dropout, and no values of another size than the keys.
+    # Whether torch's kernel for documents of different lengths can compute the model's attention.
+    # The kernel does not support dropout, or values and keys of different sizes.
     if device is None or device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
@@ -114,18 +114,18 @@ def _attend(
             module, query_BHTD, key_BHTD, value_BHTD, attention_mask, **options
         )
         return done
-    del cu_seq_lens_k, max_length_k  # queries and keys are of the same documents
+    del cu_seq_lens_k, max_length_k  # queries and keys belong to the same documents
     names = ("softcap", "s_aux", "position_bias")
     biases = [name for name in names if options.get(name) is not None]
     if biases:
         raise UserError(
-            f"{type(module).__name__} changes its scores ({', '.join(biases)}), which attention "
-            "document by document does not know",
+            f"{type(module).__name__} changes its attention scores ({', '.join(biases)}), which "
+            "attention document by document does not support",
             where="data.isolate_documents",
             fix="use model.attn_implementation: eager, or data.packing: false",
         )
     rows, heads, length, _ = query_BHTD.shape
-    # Before torch 2.13 the kernel takes no keys with fewer heads than the queries have.
+    # Before torch 2.13 the kernel requires as many key heads as query heads.
     shared = heads // key_BHTD.shape[1]
     key_BHTD, value_BHTD = (
         x.repeat_interleave(shared, 1) if shared > 1 else x for x in (key_BHTD, value_BHTD)
@@ -135,7 +135,7 @@ def _attend(
     )
     scale, kind = options.get("scaling"), query_BHTD.device.type
     if kind == "cpu":
-        # One document after another; a CPU waits for nothing when it is asked for their lengths.
+        # One document after another. Reading the lengths on a CPU does not wait.
         lengths = cu_seq_lens_q.diff().tolist()
         split = [
             torch.split(x.transpose(0, 1)[None], lengths, 2)
@@ -151,7 +151,7 @@ def _attend(
         from torch.nn.attention.varlen import varlen_attn
 
         if torch.is_autocast_enabled(kind):
-            # Autocast does not know this kernel, and rotary embeddings give queries in fp32.
+            # Autocast does not cover this kernel, and rotary embeddings give fp32 queries.
             dtype = torch.get_autocast_dtype(kind)
             query_NHD, key_NHD, value_NHD = (x.to(dtype) for x in (query_NHD, key_NHD, value_NHD))
         found = varlen_attn(

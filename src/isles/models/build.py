@@ -41,11 +41,11 @@ from isles.models.fill import (
 log = logging.getLogger(__name__)
 
 _SENSELESS = (ValueError, TypeError, AttributeError, RecursionError)
-"""What transformers raises for a generation_config.json that it cannot use."""
+"""Errors of transformers for a generation_config.json that it cannot use."""
 
 _NO_ADAPTER = AdapterConfig()
 
-# What transformers and safetensors raise for a config or weights that are not right.
+# Errors of transformers and safetensors for an invalid config or invalid weights.
 _LOAD_ERRORS = (
     ImportError,
     OSError,
@@ -55,7 +55,7 @@ _LOAD_ERRORS = (
     RuntimeError,
     SafetensorError,
     StrictDataclassError,
-    # Raised for numbers and names in a config that no model can have.
+    # Raised for impossible numbers and names in a config.
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -78,14 +78,15 @@ def build_model(
 
     Args:
         vocab_size: size of a tokenizer trained for this run; None keeps the config's.
-        frozen_dtype: of the parameters that an adapter leaves alone; None: as the others.
+        frozen_dtype: of the parameters that an adapter leaves frozen. Default: as the others.
 
     Raises:
         MissingDependencyError: a package that the adapter needs is not installed.
-        UserError: no such model, no safetensors, remote code that was not asked for.
+        UserError: the model or its safetensors are missing, or it needs remote code that was not
+            allowed.
     """
     if adapter.type != "none":
-        import_peft(adapter)  # before anything large is read
+        import_peft(adapter)  # before reading large files
     if config.init == "pretrained":
         loaded = _load_pretrained(config, frozen_dtype or dtype, adapter, device).train()
         if adapter.type != "none":
@@ -96,9 +97,9 @@ def build_model(
     model: nn.Module = build_empty_model(config, dtype=dtype, vocab_size=vocab_size)
     try:
         model.to_empty(device=device)
-        model.tie_weights()  # type: ignore[operator]  # to_empty gives each name its own memory
+        model.tie_weights()  # type: ignore[operator]  # to_empty allocates each name separately
         fill_fresh(model, seed)
-    except NotCoveredError:  # code from elsewhere that initialises in its constructors
+    except NotCoveredError:  # third-party code that initializes in its constructors
         torch.manual_seed(seed)
         whole: nn.Module = _from_config(config, vocab_size, dtype, device)
         return whole.train()
@@ -113,9 +114,9 @@ def build_empty_model(
     adapter: AdapterConfig = _NO_ADAPTER,
     frozen_dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """The model on the meta device: shapes without memory, to be cut before it is filled.
+    """The model on the meta device, with shapes but no memory, to shard before filling.
 
-    Arguments and errors as for `build_model`; of qlora the matrices are not in 4 bits here.
+    Arguments and errors as for `build_model`. With qlora the matrices are not in 4 bits here.
     """
     if adapter.type == "none":
         return _from_config(config, vocab_size, dtype, torch.device("meta")).train()  # type: ignore[no-any-return]
@@ -135,24 +136,24 @@ def build_probe(
     adapter: AdapterConfig = _NO_ADAPTER,
     frozen_dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """The model with `num_layers` blocks and any weights: to measure what a layer costs.
+    """The model with `num_layers` blocks and arbitrary weights, to measure the cost of a layer.
 
-    Other arguments as for `build_model`; matrices of qlora are measured in 16 or 32 bits.
+    Other arguments as for `build_model`. Matrices of qlora are measured in 16 or 32 bits.
     """
     held = frozen_dtype or dtype
     probe: nn.Module = _from_config(config, vocab_size, held, device, num_layers)
     if adapter.type != "none":
-        # Names may mean layers that are not among these few.
+        # Names may match layers that this small model lacks.
         ends = adapter.model_copy(update={"target_modules": "all-linear", "modules_to_save": ()})
         add_adapter(probe, ends, dtype=dtype, name=config.name_or_path)
     return probe.train()
 
 
 def fill_model(model: nn.Module, config: ModelConfig, *, seed: int) -> None:
-    """Weights for a model, or this rank's part of one, that was built empty and is allocated.
+    """Fill an allocated model that was built empty, or this rank's part of it.
 
     Raises:
-        UserError: the weights cannot be read, or the model cannot be filled piece by piece.
+        UserError: the weights cannot be read, or the model does not support filling in pieces.
     """
     try:
         if config.init == "scratch":
@@ -164,8 +165,9 @@ def fill_model(model: nn.Module, config: ModelConfig, *, seed: int) -> None:
             fill_adapter(model, seed)
     except NotCoveredError as error:
         raise UserError(
-            f"{type(model).__name__} cannot be filled piece by piece: it sets {error} elsewhere "
-            "than in _init_weights",
+            f"{type(model).__name__} cannot be filled piece by piece, because it initializes "
+            f"{error} "
+            "outside _init_weights",
             where="model.name_or_path",
             fix="use strategy: {kind: ddp}, which builds the model whole",
         ) from error
@@ -188,7 +190,7 @@ def _from_config(
             text.layer_types = text.layer_types[:num_layers]
     if vocab_size is not None:
         text.vocab_size = vocab_size
-        # Ids of another tokenizer would point anywhere; the run's tokenizer sets its own.
+        # Ids of another tokenizer are meaningless; the run's tokenizer sets its own.
         for name in TOKEN_IDS:
             for holder in (hf_config, text):
                 if getattr(holder, name, None) is not None:
@@ -206,7 +208,7 @@ def _from_config(
 
 
 def converts_weights(model: Any) -> bool:
-    """Whether transformers holds the weights otherwise than files do: it joins experts."""
+    """Whether transformers holds the weights in another form than the files: it joins experts."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     return bool(get_checkpoint_conversion_mapping(model.config.model_type))
@@ -216,7 +218,7 @@ def load_model_config(config: ModelConfig) -> Any:
     """The Hugging Face config that the run file names.
 
     Raises:
-        UserError: it cannot be found or read, or makes no sense.
+        UserError: the config cannot be found or read, or is invalid.
     """
     from transformers import AutoConfig
     from transformers.utils.hub import cached_file
@@ -229,7 +231,7 @@ def load_model_config(config: ModelConfig) -> Any:
         if path.is_dir():
             check_folder(path)
         file = path if path.is_file() else Path(str(cached_file(name, "config.json")))
-        model_config(file)  # its errors name this file, and not a copy
+        model_config(file)  # its errors show this file's path, not a copy's
         with _unchanging(config, file) as copy:
             known = model_config(copy)
             place = name if copy == file else str(copy)
@@ -249,8 +251,8 @@ def load_model_config(config: ModelConfig) -> Any:
 
 @contextlib.contextmanager
 def _unchanging(config: ModelConfig, file: Path) -> Iterator[Path]:
-    # A file of the model as `unchanging` gives it. Code of the model may do what it wants anyway,
-    # and finds its other files beside this one.
+    # A file of the model as returned by `unchanging`. Code of the model can do anything regardless,
+    # and finds its other files next to this file.
     if config.trust_remote_code:
         yield file
     else:
@@ -259,25 +261,25 @@ def _unchanging(config: ModelConfig, file: Path) -> Iterator[Path]:
 
 
 def _refuse_methods(known: Mapping[str, Any], holder: Any) -> None:
-    # A key that is called as a method has: its value would stand in the method's place.
+    # A key with the name of a method would replace the method.
     for key in known:
         if callable(getattr(type(holder), key, None)):
             raise ValueError(f"the key {key!r} is the name of a method of {type(holder).__name__}")
 
 
 def _try_generation_config(config: ModelConfig) -> None:
-    # The export writes it at the end of the run, which is too late to find it odd.
+    # The export writes it at the end of the run, too late to report an error.
     from transformers import GenerationConfig
 
     known = _generation_config(config)
     if known is not None:
         _refuse_methods(known, GenerationConfig())
-        with contextlib.suppress(*_SENSELESS):  # `take_generation_config` does without it
+        with contextlib.suppress(*_SENSELESS):  # `take_generation_config` ignores it
             GenerationConfig(**known).to_json_string(keys_to_pop=["compile_config"])
 
 
 def _generation_config(config: ModelConfig) -> dict[str, Any] | None:
-    # The settings of generation that a model has; None: it has none.
+    # The generation settings of a model, or None.
     from transformers.utils.hub import cached_file
 
     name = with_home(config.name_or_path)
@@ -292,7 +294,7 @@ def _generation_config(config: ModelConfig) -> dict[str, Any] | None:
 
 def _forget_choices(config: Any) -> None:
     # The run file chooses how a model computes. Other names of attention and expert kernels are
-    # programs, which transformers would download and run.
+    # programs that transformers would download and run.
     from transformers import PreTrainedConfig
 
     config._attn_implementation_internal = None
@@ -307,11 +309,11 @@ def _forget_choices(config: Any) -> None:
 
 
 def keep_files(config: ModelConfig, folder: Path) -> None:
-    """Write the config.json and the settings of generation of the run's model into a folder.
+    """Write the run's config.json and generation settings into a folder.
 
     Raises:
-        UserError: they cannot be found or read.
-        OSError: the disk does not take them.
+        UserError: the files cannot be found or read.
+        OSError: the disk refuses them.
     """
     from transformers.utils.hub import cached_file
 
@@ -326,7 +328,7 @@ def keep_files(config: ModelConfig, folder: Path) -> None:
 
 
 def _forget_unknown_ids(config: Any) -> None:
-    # transformers cannot build a model with a padding id that the model lacks.
+    # transformers cannot build a model whose padding id is outside its vocabulary.
     text = config.get_text_config()
     size = getattr(text, "vocab_size", None)
     for holder in {id(each): each for each in (config, text)}.values():
@@ -340,25 +342,25 @@ def _forget_unknown_ids(config: Any) -> None:
 
 
 def take_generation_config(model: Any, config: ModelConfig) -> None:
-    """Give a model the settings of generation that its base has."""
+    """Copy the base model's generation settings to a model."""
     from transformers import GenerationConfig
 
     if config.init == "pretrained" and model.can_generate():
-        # Many models have none, and then what their config says stays.
+        # Many models have no generation settings; then the values in their config stay.
         with contextlib.suppress(OSError, ValueError):
             known = _generation_config(config)
             try:
                 if known is not None:
                     model.generation_config = GenerationConfig.from_dict(known)
             except _SENSELESS as error:
-                text = "model=%s has a generation_config.json without sense: %s"
+                text = "model=%s has an invalid generation_config.json: %s"
                 log.warning(text, config.name_or_path, error)
 
 
 def _load_pretrained(
     config: ModelConfig, dtype: torch.dtype, adapter: AdapterConfig, device: torch.device
 ) -> Any:
-    # The whole model on its device; for qlora its matrices in 4 bits, made there one by one.
+    # The whole model on its device. For qlora, each matrix is converted to 4 bits there.
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
 
     name, options = with_home(config.name_or_path), dict[str, Any]()
@@ -376,13 +378,13 @@ def _load_pretrained(
         model, report = AutoModelForCausalLM.from_pretrained(
             name,
             config=hf_config,
-            generation_config=GenerationConfig(),  # else it is read from the path without a check
+            generation_config=GenerationConfig(),  # otherwise it is read from the path unchecked
             dtype=dtype,
             attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # named below
+            ignore_mismatched_sizes=True,  # reported below
             **options,
         )
     except _LOAD_ERRORS as error:
@@ -390,21 +392,21 @@ def _load_pretrained(
     if model.can_generate():
         model.generation_config = GenerationConfig.from_model_config(hf_config)
     take_generation_config(model, config)
-    # transformers makes up what is missing, drops what is left over, and goes on; a run must not.
+    # transformers invents missing weights, drops extra weights and continues. A run must not.
     for name, saved, own in sorted(report.get("mismatched_keys") or ()):
-        raise _mixed(config, f"holds {name!r} in the shape {tuple(own)}, its files {tuple(saved)}")
+        raise _mixed(config, f"has {name!r} with shape {tuple(own)}, its files with {tuple(saved)}")
     for keys, what in (("missing_keys", "lacks"), ("unexpected_keys", "has no place for")):
         names = sorted(report.get(keys) or ())
         if names:
             raise _mixed(config, f"{what} {len(names)} weights, the first {names[0]!r}")
-    # transformers keeps two weights that the config says are one, if they differ in the files.
+    # transformers keeps two weights that the config ties together, if the files differ.
     for other, first in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if model.get_parameter(other) is not model.get_parameter(first):
             raise untied(config, first, other)
     if not options:
         return model.to(device)
-    # On a CPU with AVX512-BF16 bitsandbytes packs the weights anew at the first forward pass in
-    # eval mode, which fails where a row is no whole blocks; and no gradient passes then.
+    # On a CPU with AVX512-BF16, bitsandbytes repacks the weights at the first forward pass in eval
+    # mode. This fails if a row is not a multiple of the block size, and no gradient passes then.
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
@@ -412,7 +414,7 @@ def _load_pretrained(
 
 
 def _mixed(config: ModelConfig, what: str) -> UserError:
-    # A folder of which one part is of another model.
+    # The error for a folder with files of two models.
     return UserError(
         f"the model of {config.name_or_path} {what}: config.json and the weights do not belong "
         "together",
@@ -423,12 +425,12 @@ def _mixed(config: ModelConfig, what: str) -> UserError:
 
 
 def _refuse_quantized(config: ModelConfig, hf_config: Any) -> None:
-    # A base whose files hold codes instead of numbers cannot be cut, quantised or merged.
+    # A base model with quantized files cannot be sharded, quantized or merged.
     if getattr(hf_config, "quantization_config", None):
         raise UserError(
-            f"the weights of {config.name_or_path} are quantised already",
+            f"the weights of {config.name_or_path} are already quantized",
             where="model.name_or_path",
-            fix="use the model that they were made from; adapter.type: qlora makes 4 bits of it",
+            fix="use the unquantized model; adapter.type: qlora quantizes it to 4 bits",
         )
 
 
@@ -440,25 +442,25 @@ def _model_error(config: ModelConfig, error: Exception) -> Exception:
     first = text[0] if text else type(error).__name__
     folder = Path(with_home(name))
     if "trust_remote_code" in str(error) or "custom code" in str(error):
-        fix = "read the model's code; if you trust it, set model.trust_remote_code: true"
+        fix = "read the model's code. If you trust it, set model.trust_remote_code: true"
     elif "scaled_dot_product_attention" in str(error):
         fix = "set model.attn_implementation: eager"
     elif folder.is_dir():
         weights = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
         if not (folder / "config.json").is_file():
-            fix = "the folder must hold config.json and *.safetensors"
+            fix = "use a folder with config.json and *.safetensors"
         elif weights and not list(folder.glob("*.safetensors")):
             fix = (
                 f"{weights[0]} is a pickle, which can run code; convert the folder to safetensors "
                 "(save_pretrained does it)"
             )
         else:
-            fix = "look at config.json and the *.safetensors files of this folder"
+            fix = "check config.json and the *.safetensors files of this folder"
     elif name.startswith((".", "/", "~")) or name.count("/") > 1:
-        fix = "there is no such folder here; give a folder with config.json, or a hub id"
+        fix = "the folder does not exist; give a folder with config.json, or a Hugging Face id"
     else:
         fix = (
-            "check the hub id, your network, and for a gated model its licence page and "
+            "check the Hugging Face id, your network, and for a gated model its license page and "
             f"`hf auth login`; or use a shipped shape: {', '.join(shape_names())}"
         )
     return UserError(

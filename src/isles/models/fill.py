@@ -1,7 +1,7 @@
-"""Weights of a model that was built without any, piece by piece, whole or cut over ranks.
+"""Weights for a model that was built empty, piece by piece, whole or sharded over ranks.
 
-No rank ever holds more than one module's parameters whole. Fresh weights depend on the seed and the
-module's name alone: not on the number of ranks, the strategy, or the kind of GPU.
+A rank never holds more than one module's parameters whole. New weights depend only on the seed and
+the module's name, not on the number of ranks, the strategy, or the kind of GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _REOPEN_BYTES = 64 * 2**20
 
-# What tells one base model from another of its shape.
+# Bytes per file that distinguish base models of the same shape.
 _SAMPLES = 32
 _SAMPLE_BYTES = 16 * 1024
 _HEADER_BYTES = 64 * 1024
@@ -46,15 +46,16 @@ _VOLATILE = ("_name_or_path", "transformers_version")
 
 
 class NotCoveredError(Exception):
-    """A parameter or buffer that the model's own initialisation leaves alone; the text names it."""
+    """A parameter or buffer that the model's own initialization does not set; the text is its
+    name."""
 
 
 @torch.no_grad()
 def fill_fresh(model: Any, seed: int) -> None:
-    """Fresh weights, in place, by the model's own initialisation. All ranks fill their own part.
+    """Initialize weights in place with the model's own method. All ranks fill their own part.
 
     Raises:
-        NotCoveredError: the model initialises something elsewhere than in `_init_weights`.
+        NotCoveredError: the model initializes a weight outside `_init_weights`.
     """
     filled: set[int] = set()
     with torch.random.fork_rng(devices=[]):
@@ -80,20 +81,20 @@ def fill_fresh(model: Any, seed: int) -> None:
 
 @torch.no_grad()
 def fill_pretrained(model: Any, config: ModelConfig, whole: Callable[[], Any]) -> None:
-    """Weights from safetensors, in place; each rank reads the bytes of its own part.
+    """Load weights from safetensors in place. Each rank reads the bytes of its own part.
 
-    Of an adapter this sets what follows from the model's weights; see `fill_adapter` for the rest.
+    For an adapter, this sets the values derived from the model's weights; see `fill_adapter`.
 
     Args:
-        whole: makes the whole model without memory; asked where the files hold more than the part.
+        whole: makes the whole model without memory; used if the files hold more than this part.
 
     Raises:
-        UserError: the files cannot be read, or lack a weight, or hold it in another shape, or hold
-            one that the model has no place for.
+        UserError: the files cannot be read, lack a weight, have a weight with another shape, or
+        have a weight that the model lacks.
     """
     folder, where = weights_folder(config.name_or_path)
     places = _places(where, model)
-    # Such as the scales of quantised weights, which are nonsense without them.
+    # Such as the scales of quantized weights, which the codes need.
     if _without_place(where, model, places):
         all_of_it = whole()
         if left := _without_place(where, all_of_it, _places(where, all_of_it)):
@@ -104,9 +105,9 @@ def fill_pretrained(model: Any, config: ModelConfig, whole: Callable[[], Any]) -
     files = _Files(config, folder, where)
     kept = model.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
-    names: dict[int, list[str]] = {}  # a head that shares the embedding's weights has two
+    names: dict[int, list[str]] = {}  # a head tied to the embedding has two names
     for name, parameter in chain(model.named_parameters(remove_duplicate=False), buffers):
-        if (own := base_name(name)) is not None:  # not an adapter's, of which no file knows
+        if (own := base_name(name)) is not None:  # not an adapter's, which is not in the files
             names.setdefault(id(parameter), []).append(own)
     for _, parameter in chain(model.named_parameters(), buffers):
         if id(parameter) not in names:
@@ -129,9 +130,9 @@ def fill_pretrained(model: Any, config: ModelConfig, whole: Callable[[], Any]) -
 
 @torch.no_grad()
 def fill_adapter(model: nn.Module, seed: int) -> None:
-    """Fresh low-rank matrices, in place, by seed and name. All ranks fill their own part.
+    """Initialize low-rank matrices in place, by seed and name. All ranks fill their own part.
 
-    Of the two, one is zero: the model begins as what it was.
+    One of the two matrices is zero, so the model starts unchanged.
 
     Source: Hu et al. 2021 (arXiv:2106.09685), section 4.1; peft's choice of distributions.
     """
@@ -149,7 +150,7 @@ def fill_adapter(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def fill_magnitudes(model: nn.Module) -> None:
-    """What DoRA computes from the weights of a model that this rank holds whole, in place."""
+    """Set DoRA's vectors in place from the weights of a model that this rank holds whole."""
     from peft.utils.integrations import dequantize_module_weight
 
     for vector, _, base, axis in magnitudes(model):
@@ -172,37 +173,37 @@ class _Files:
         found = pieces.read(shape, part, self._read)
         if found is None:
             names = f"{pieces.names[0]!r} and {len(pieces.names) - 1} others"
-            raise _misfit(self._config, f"{names} do not make {own!r} of shape {tuple(shape)}")
+            raise _misfit(self._config, f"{names} do not make {own!r} with shape {tuple(shape)}")
         return found
 
     def _read(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...]) -> Tensor:
         file = self._where[name]
         try:
             if self._reader is None or file != self._opened or self._size > _REOPEN_BYTES:
-                # A file is mapped, and what was read of it counts until it is closed.
+                # A file is mapped, and its read pages count as memory until it is closed.
                 self._reader = safe_open(self._folder / file, "pt")
                 self._opened, self._size = file, 0
             saved = self._reader.get_slice(name)
             if list(saved.get_shape()) != list(shape):
                 raise _misfit(
                     self._config,
-                    f"{name!r} has shape {tuple(saved.get_shape())} in {file} and "
+                    f"{name!r} has shape {tuple(saved.get_shape())} in {file} but "
                     f"{tuple(shape)} in the model",
                 )
             value: Tensor = saved[part]
         except (OSError, SafetensorError) as error:
             raise _misfit(self._config, f"{file} cannot be read: {error}") from error
-        self._size += math.prod(shape) * value.element_size()  # the pages around a part come along
+        self._size += math.prod(shape) * value.element_size()  # with the pages around it
         return value
 
 
 def _fill_buffers(model: Any) -> None:
-    # Constants that no file holds, such as the frequencies of rotary embeddings.
+    # Constants that are not in the files, such as the frequencies of rotary embeddings.
     for name, module in model.named_modules():
         if module._buffers:
             shadow = _shadow(module, {})
             shadow.__dict__["_parameters"] = {
-                # Of no memory; of the right shape, as some set one row of theirs to zero.
+                # Without memory but with the right shape, because some modules set one row to zero.
                 key: None if p is None else nn.Parameter(torch.empty(p.shape, device="meta"))
                 for key, p in module._parameters.items()
             }
@@ -212,7 +213,7 @@ def _fill_buffers(model: Any) -> None:
 
 
 def _fill_children(model: Any, module: nn.Module, seed: int) -> None:
-    # What a block sets in its own children, such as GPT-2's smaller residual projections.
+    # Values that a block sets in its children, such as GPT-2's smaller residual projections.
     children = {
         key: _shadow(child, _own_parameters(child, set()))
         for key, child in module._modules.items()
@@ -242,7 +243,7 @@ def _own_parameters(module: nn.Module, filled: set[int]) -> dict[str, nn.Paramet
 
 
 def _shadow(module: nn.Module, own: dict[str, nn.Parameter]) -> nn.Module:
-    # The module with whole parameters of its own, in fp32 on the CPU, and the same buffers.
+    # A copy of the module with whole fp32 parameters on the CPU and the same buffers.
     shadow: nn.Module = object.__new__(type(module))  # copying a sharded module builds another
     shadow.__dict__.update(module.__dict__)
     shadow.__dict__["_parameters"] = {
@@ -278,7 +279,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _part(tensor: Tensor) -> tuple[slice, ...]:
-    # Where this rank's part lies in the whole tensor.
+    # The position of this rank's part in the whole tensor.
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(
@@ -288,7 +289,7 @@ def _part(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def _places(names: Collection[str], model: Any) -> dict[str, Pieces]:
-    # Names in the files of each weight of a model that they hold, by its name in the base model.
+    # The names in the files of each weight of a model, by its name in the base model.
     prefix = f"{model.base_model_prefix}."
     own = [name for each in model.state_dict() if (name := base_name(each)) is not None]
     found = {}
@@ -303,9 +304,9 @@ def _places(names: Collection[str], model: Any) -> dict[str, Pieces]:
 
 
 def _without_place(names: Iterable[str], model: Any, places: Mapping[str, Pieces]) -> list[str]:
-    # Weights that a model does not have, save those that it is known to leave out.
+    # Weights that a model lacks, except weights that it is known to ignore.
     placed = {name for each in places.values() for name in each.names}
-    # Buffers of old files that models now make themselves, as transformers counts them.
+    # Buffers in old files that models now create themselves, by transformers' list.
     ignored = [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
     ignored += model._keys_to_ignore_on_load_unexpected or ()
     pattern = re.compile("|".join(f"(?:{each})" for each in ignored))
@@ -313,19 +314,19 @@ def _without_place(names: Iterable[str], model: Any, places: Mapping[str, Pieces
 
 
 def with_home(name: str) -> str:
-    """A model's folder or hub id as transformers takes it, which knows no ~."""
-    return os.path.expanduser(name)  # noqa: PTH111  # a path would not keep every hub id as it is
+    """A model's folder or Hugging Face id for transformers, which does not expand `~`."""
+    return os.path.expanduser(name)  # noqa: PTH111  # a Path would change some ids
 
 
 def weights_folder(name: str, *, fetches: bool = True) -> tuple[Path, dict[str, str]]:
     """The folder of a model's safetensors, and the file of each weight.
 
     Args:
-        name: a local folder, or a hub id, whose files are fetched where they are not here.
-        fetches: False: only files that are on this machine count.
+        name: a local folder, or a Hugging Face id, whose files are downloaded if they are missing.
+        fetches: whether to download; if not, only files on this machine count.
 
     Raises:
-        UserError: there are none, or they cannot be read.
+        UserError: there are no weights, or they cannot be read.
     """
     from transformers.utils.hub import cached_file
 
@@ -344,15 +345,15 @@ def weights_folder(name: str, *, fetches: bool = True) -> tuple[Path, dict[str, 
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         if not may_be_hub_id(name) and not Path(name).exists():
             raise UserError(
-                f"there is no such folder: {Path(name).absolute()}",
+                f"folder not found: {Path(name).absolute()}",
                 where="model.name_or_path",
-                fix="put the model back there, or go to the folder that the run was started in",
+                fix="restore the model there, or change to the folder that the run was started in",
                 id="files.model",
             ) from error
         raise UserError(
             f"cannot load the weights of {name!r}: {str(error).strip().splitlines()[0]}",
             where="model.name_or_path",
-            fix="model.safetensors, or its index and files, must lie in the folder or on the hub; "
+            fix="put model.safetensors, or its index and files, into the folder or repository; "
             "`save_pretrained` writes them",
             id="model.load",
         ) from error
@@ -362,7 +363,7 @@ def check_files(name: str) -> None:
     """Refuse a model's files if they would make transformers read files outside the folder.
 
     Raises:
-        OSError: they cannot be fetched.
+        OSError: the files cannot be downloaded.
         ValueError: the index names files outside its folder, or the folder also holds an adapter.
     """
     from transformers.utils.hub import cached_file
@@ -373,7 +374,7 @@ def check_files(name: str) -> None:
     options["_raise_exceptions_for_missing_entries"] = False
     if cached_file(name, "adapter_config.json", **options):
         raise ValueError(
-            "the folder also holds an adapter (adapter_config.json), which names another base"
+            "the folder also holds an adapter (adapter_config.json), which names another base model"
         )
 
 
@@ -388,10 +389,10 @@ def _misfit(config: ModelConfig, what: str) -> UserError:
 
 
 def untied(config: ModelConfig, name: str, other: str) -> UserError:
-    """The refusal of a model whose config shares two weights that differ in its files."""
+    """The error for a model whose config ties two weights that differ in its files."""
     return UserError(
-        f"config.json of {config.name_or_path} sets tie_word_embeddings, so that {other!r} is "
-        f"{name!r}, and the files hold two different weights",
+        f"config.json of {config.name_or_path} sets tie_word_embeddings, which ties {other!r} to "
+        f"{name!r}, but the files hold two different weights",
         where="model.name_or_path",
         fix="set tie_word_embeddings: false in its config.json to train with both, or delete "
         f"{other!r} from its files",
@@ -400,8 +401,8 @@ def untied(config: ModelConfig, name: str, other: str) -> UserError:
 
 
 def base_fingerprint(config: ModelConfig) -> str:
-    """A hash of a base model's config, of the names, shapes and sizes of its weights, and of a
-    little of each of their files: models of one shape differ there.
+    """A hash of a base model: its config, the names, shapes and sizes of its weights, and samples
+    of each weight file, which distinguish models of the same shape.
 
     Raises:
         UserError: the files cannot be read.
@@ -413,7 +414,7 @@ def base_fingerprint(config: ModelConfig) -> str:
         kept = {key: value for key, value in described.items() if key not in _VOLATILE}
         digest.update(json.dumps(kept, sort_keys=True).encode())
         for name in sorted(set(where.values())):
-            # Its size, its first bytes, where names and shapes stand, and samples of the rest.
+            # Its size, its first bytes (with names and shapes), and samples of the rest.
             size = (folder / name).stat().st_size
             digest.update(f"{size}".encode())
             with (folder / name).open("rb") as stream:
@@ -423,9 +424,9 @@ def base_fingerprint(config: ModelConfig) -> str:
                     digest.update(stream.read(_SAMPLE_BYTES))
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(
-            f"the files of {config.name_or_path} cannot be read: {error}",
+            f"cannot read the files of {config.name_or_path}: {error}",
             where="model.name_or_path",
-            fix="look at config.json and the *.safetensors files of this folder",
+            fix="check config.json and the *.safetensors files of this folder",
             id="model.load",
         ) from error
     return digest.hexdigest()

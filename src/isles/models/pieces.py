@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 Read = Callable[[str, tuple[int, ...], tuple[slice, ...]], Tensor]
-"""Reads a part of a weight of the files: its name, its whole shape, the part."""
+"""Reads a part of a weight from the files, by name, whole shape and part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Pieces:
         return tuple(name for block in self.blocks for name in block)
 
     def read(self, shape: tuple[int, ...], part: tuple[slice, ...], read: Read) -> Tensor | None:
-        """A part of the weight; None: these pieces do not make a weight of this shape."""
+        """A part of the weight; None if these pieces do not make a weight of this shape."""
         if not self.are_stacked:
             return read(self.blocks[0][0], shape, part)
         experts, rows = shape[0], shape[1] // len(self.blocks)
@@ -69,7 +69,7 @@ def pieces_of(model: Any, own: Collection[str], names: Iterable[str]) -> dict[st
     Args:
         model: the model, or this rank's part of it.
         own: its weights, by their names in the base model.
-        names: in the files.
+        names: the names in the files.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -88,7 +88,7 @@ def pieces_of(model: Any, own: Collection[str], names: Iterable[str]) -> dict[st
     known = dict.fromkeys(own, True)
     found: dict[str, dict[str | None, list[str]]] = {}
     for name in sorted(names, key=dot_natural_key):
-        # The base model's prefix is added or left out as the model has it.
+        # The base model's prefix is added or removed to match the model.
         target, pattern = rename_source_key(
             name, renamings, converters, model.base_model_prefix, known
         )

@@ -1,4 +1,4 @@
-"""Activations that are computed again in the backward pass, to save memory."""
+"""Recomputation of activations in the backward pass, to save memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def set_gradient_checkpointing(model: nn.Module, kind: str) -> None:
         options["context_fn"] = functools.partial(
             create_selective_checkpoint_contexts, _keep_products
         )
-    # transformers 5 renamed it on the way and takes the old name away in 6.
+    # transformers 5 renamed it, and version 6 removes the old name.
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     enable: Any = next(getattr(model, name) for name in names if hasattr(model, name))
     enable(options)

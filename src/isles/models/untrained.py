@@ -1,4 +1,4 @@
-"""What an adapter cannot teach: weights that it does not reach, and tokens without a meaning."""
+"""Limits of an adapter: weights that it does not train, and tokens without a meaning."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from isles.models.adapter import base_name
 from isles.models.fill import weights_folder
 
 _LEAST_SHARE = 0.1
-"""Smaller parts of a model's weights that no adapter reaches are not named."""
+"""Smallest share of untrained weights that is reported."""
 
 _TINY = 0.2
 """A row is untrained if it is shorter than this share of the median row."""
 
 _COMPARED = 1024
-"""Rows of the vocabulary, evenly spread, whose lengths make the median."""
+"""Number of evenly spread vocabulary rows for the median length."""
 
 
 def beyond_adapter(model: nn.Module) -> tuple[float, list[str]]:
-    """The share of a model's weights in stacks of matrices, which get no adapter; and their names.
+    """The share of a model's weights in stacked matrices, which get no adapter, and their names.
 
     A mixture holds all experts of a layer in one tensor, which is not a linear layer.
     """
@@ -45,12 +45,12 @@ def never_trained(
 ) -> dict[str, list[int]]:
     """Tokens whose row of the embedding or the head looks as if it was never trained.
 
-    Such a row is zero, or far shorter than others, or equal to another one.
+    Such a row is zero, far shorter than others, or equal to another row.
 
     Args:
         model: with its adapter.
-        ids: tokens that are asked about.
-        added: other tokens whose rows may be equal to theirs.
+        ids: tokens to check.
+        added: other tokens whose rows may be equal to a row of `ids`.
 
     Returns:
         The tokens for each of the modules `embed_tokens` and `lm_head`, as the model names them. A

@@ -1,8 +1,8 @@
 """Other ways to train the same run: memory-saving options, and every strategy.
 
-The options are in the order of docs/one-machine.md, the cheapest first, each with its price. An
-option keeps the changes of the options before it. Adapters are the exception, as they train
-something else. Changes that contradict an option are not kept either.
+The options have the order of `isles.config.fit`, the cheapest first, each with its price. An option
+keeps the changes of the options before it. Adapters are the exception, as they train other weights.
+Changes that contradict an option are not kept either.
 """
 
 from __future__ import annotations

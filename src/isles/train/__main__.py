@@ -1,4 +1,4 @@
-"""One rank under a torchrun typed by hand: `torchrun --nproc-per-node=2 -m isles.train run.yaml`.
+"""One rank started by torchrun manually: `torchrun --nproc-per-node=2 -m isles.train run.yaml`.
 
 Takes a run file with overrides; rank 0 makes or chooses the run directory.
 """
@@ -48,7 +48,7 @@ def main() -> int:
 def train_by_hand(load: Callable[[], Loaded], resume: str, env: RankEnv) -> int:
     """Train as the rank that torchrun's variables name; returns the exit code.
 
-    All ranks must call this. What is wrong with the run file is printed by rank 0 alone.
+    All ranks must call this. Only rank 0 prints the errors of the run file.
 
     Args:
         load: reads the run file.
@@ -100,7 +100,7 @@ def _begin(
 
 
 def _after_restart(resolved: Resolved) -> str | None:
-    # The run that torchrun has just started again, which goes on whatever `--resume` says; or None.
+    # The run that torchrun has just restarted, which resumes whatever `--resume` says; or None.
     if not num_restarts():
         return None
     runs = own_runs(Path(resolved.config.output_dir).expanduser(), resolved.config.name)
@@ -109,24 +109,24 @@ def _after_restart(resolved: Resolved) -> str | None:
     if run_dir is None or attempt is None:
         return None
     if read_record(attempt.outcome) is None:
-        # Else a rank 0 that ran on another host would be taken for running still.
-        fix = "torchrun has started them again"
-        end_failed(attempt, agent_error("its ranks were lost", fix, id="rank.died"))
+        # Otherwise a rank 0 that ran on another host would still count as running.
+        fix = "torchrun has restarted them"
+        end_failed(attempt, agent_error("its ranks died", fix, id="rank.died"))
     reached = read_last_step(attempt, 0)
     at = f" at step {reached}" if reached is not None else ""
-    sys.stderr.write(f"the ranks were lost{at}, and torchrun has started them again\n")
+    sys.stderr.write(f"the ranks died{at}, and torchrun has restarted them\n")
     return str(run_dir.path)
 
 
 def _own_run_dir(run_dir: RunDir, number: int, world: World) -> RunDir:
-    # The run directory, which rank 0 has made, as this rank knows it. Nodes that do not see it get
-    # a hidden one of their own beside where it would be, so that it is never taken for a run of
-    # theirs, with what ranks read in it. All ranks must call this.
+    # The run directory, which rank 0 has made, as this rank sees it. A node that does not see it
+    # gets a hidden folder next to the same path for what its ranks read, so that the folder never
+    # counts as a run. All ranks must call this.
     disks = find_disks(world, run_dir.path)
     host, text = world.main_first(lambda: (world.host, run_dir.resolved.read_text("utf-8")))
     path = run_dir.path.absolute()  # only now: relative to this rank's folder
     if disks.is_apart[world.rank]:
-        # Another user's ranks may have made the folder of this host.
+        # Another user's ranks may have created this host's folder.
         path = path.parent / f".of-{host}.{os.geteuid()}" / path.name
     run_dir = RunDir(path)
     failure = None
@@ -141,7 +141,7 @@ def _own_run_dir(run_dir: RunDir, number: int, world: World) -> RunDir:
             failure = error
         except OSError as error:
             failure = UserError(
-                f"no folder for this run can be made: {error.strerror or error}",
+                f"cannot create a folder for this run: {error.strerror or error}",
                 where=f"{run_dir.path}, rank {world.rank} on {world.host}",
                 fix="set an output_dir that can be written on every host",
                 id="files.output",

@@ -1,4 +1,4 @@
-"""How many rows each rank takes, and in which micro-batches."""
+"""The split of a step's rows over the ranks, and each rank's micro-batches."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from isles.balance.balancer import Balancer
 from isles.balance.curve import Curve, slowest
 from isles.balance.revise import Allocation, Device, History, choose, equal_devices, pooled
 from isles.checkpoint.tensors import disk_failure
+from isles.config.fit import memory_advice
 from isles.config.layout import Strategy
 from isles.config.sections.run import RunConfig
 from isles.dist.mesh import Mesh
@@ -32,8 +33,8 @@ from isles.train.strategy import runs_in_step
 log = logging.getLogger(__name__)
 
 _PER_MICRO_BATCH = 0.1
-"""Rows in whose time a micro-batch costs what it costs by itself, where nothing was measured: so
-that few large ones are taken where it makes no other difference."""
+"""Rows whose computing time equals the fixed cost of one micro-batch, if nothing was measured. It
+makes isles prefer few large micro-batches when nothing else decides."""
 
 Number = TypeVar("Number", int, float)
 
@@ -48,14 +49,14 @@ def make_balancer(
     recorder: Recorder,
     resume_from: CheckpointInfo | None,
 ) -> Balancer:
-    """The split with which a start begins. All ranks must call this.
+    """The split that an attempt starts with. All ranks must call this.
 
-    A run that goes on with the same ranks on the same devices splits the rows of each step as they
-    were split before, so that it adds the same numbers in the same order. Equal devices begin with
-    equal rows, whatever else keeps them busy just then: only real steps can tell them apart.
+    A run that resumes with the same ranks on the same devices keeps the split of each step, so that
+    it adds the same numbers in the same order. Equal devices start with equal rows, even if other
+    work slows one of them at that moment: only real steps can measure their speed.
 
     Raises:
-        ConfigError: shares or sizes for hosts or ranks that are not there.
+        ConfigError: shares or sizes name hosts or ranks that are not in the run.
         OutOfMemoryError: not even one row fits on some rank.
     """
     chooser = _Chooser(model, config, strategy, mesh, world, resume_from)
@@ -81,15 +82,16 @@ def watch_speed(balancer: Balancer, model: nn.Module, config: RunConfig, world: 
     if not balancer.is_auto:
         return
     if config.training.torch_compile:
-        log.info("balance is not revised while training: hooks would break torch.compile's graphs")
+        log.info("balance stays fixed during training: hooks would break torch.compile's graphs")
         return
     blocks = [module for module in model.modules() if isinstance(module, balancer.block_types)]
     without = [rank for rank, found in enumerate(world.gather(bool(blocks))) if not found]
     if without:
-        log.info("balance is not revised while training: rank %d has no blocks", without[0])
+        log.info("balance stays fixed during training: rank %d has no blocks", without[0])
         return
     if config.strategy.kind == "deepspeed":
-        # ZeRO-3 gathers inside a block, ahead of each matrix: those are what only computes.
+        # ZeRO-3 gathers inside a block, before each matrix, so only the matrices are pure
+        # computation.
         blocks = [
             part for block in blocks for part in block.modules() if isinstance(part, nn.Linear)
         ]
@@ -97,7 +99,7 @@ def watch_speed(balancer: Balancer, model: nn.Module, config: RunConfig, world: 
 
 
 class _Chooser:
-    # One start's way to its split. Every method is collective.
+    # The search of one attempt for its split. Every method is collective.
 
     def __init__(
         self,
@@ -126,7 +128,7 @@ class _Chooser:
         self._is_measured = self.is_auto and len(set(self._equals)) > 1
 
     def history(self, run_dir: RunDir, step: int, recorder: Recorder) -> tuple[History, Allocation]:
-        # What was decided before and still holds, or a new beginning.
+        # The split decided earlier, if it still holds; else an empty one.
         def load() -> History:
             with contextlib.nullcontext() if self._from is None else self._from.reading("balance"):
                 return History.load(run_dir.balance, self._manifest.get("balance"))
@@ -135,14 +137,15 @@ class _Chooser:
         history = before.going_on_after(step, self._fits)
         if history is None:
             if before.at(step) is not None:
-                log.info("balance: other ranks, devices or sizes than at step %d", step)
+                log.info("balance: ranks, devices or sizes have changed since step %d", step)
             if self._is_measured:
                 recorder.phase("balancing", "measuring the ranks")
             history = before.add(self.allocate(step))
         current = history.at(step)
         assert current is not None
         if history != before:
-            # Before any step: a start that is killed before its first save is begun again like it.
+            # Before any step: an attempt killed before its first save is repeated with the same
+            # split.
             self._world.main_first(lambda: _write(history, run_dir.balance))
         return history, current
 
@@ -154,7 +157,7 @@ class _Chooser:
         if not self._is_cuda:
             parts = self._model, self._config, self._strategy, self._mesh, self._world
             self._cpu_size = cpu_micro_batch(*parts)
-        # A GPU's memory is a limit, which is measured where none is given.
+        # A GPU's memory is a limit. Without a given size, the limit is measured.
         is_limited = self._is_cuda and None in self._caps
         is_limited = is_limited and (isinstance(balance, dict) or not is_kept)
         curves, is_settled = self._curves() if self._is_measured or is_limited else (None, True)
@@ -165,9 +168,9 @@ class _Chooser:
             found = even_micro_batch(rows, largest, size_before)
             even_size = min([found, *caps])
         if is_limited:
-            log.info("micro_batch_size=%d was found to fit", even_size)
+            log.info("micro_batch_size=%d fits", even_size)
         default = even_size if self._is_cuda else self._cpu_size
-        limits = [cap or default for cap in self._caps]  # where nothing was measured
+        limits = [cap or default for cap in self._caps]  # if nothing was measured
         split = even_split(self._rows, dp_size, even_size, in_step=self._in_step)
         if isinstance(balance, dict):
             shares = [0.0] * dp_size
@@ -185,8 +188,8 @@ class _Chooser:
                 split = choose(curves, self._rows, even_size, in_step=self._in_step)
             else:
                 log.info(
-                    "balance: what was measured did not settle, as other work disturbs it; even "
-                    "rows until steps have shown the speed of each rank"
+                    "balance: the measured speeds did not settle because other work disturbs them; "
+                    "ranks get even rows until real steps have shown each rank's speed"
                 )
         is_timed = self.is_auto and curves is not None
         if curves is None:
@@ -197,7 +200,7 @@ class _Chooser:
         )
 
     def _fits(self, known: Allocation) -> bool:
-        # Whether all that a split rests on is still so.
+        # Whether the ranks, devices and sizes that the split depends on are unchanged.
         return (
             known.devices == tuple(self._devices)
             and known.strategy == self._strategy.kind
@@ -210,7 +213,8 @@ class _Chooser:
         )
 
     def _curves(self) -> tuple[Sequence[Curve], bool]:
-        # Measured on all ranks at once, one for each data-parallel rank; whether all settled.
+        # Measured on all ranks at the same time, one curve per data-parallel rank; whether all
+        # settled.
         cap = self._caps[self._mesh.dp_rank]
         if cap is None and not self._is_cuda:
             cap = self._cpu_size
@@ -225,9 +229,7 @@ class _Chooser:
                     f"one sequence of {self._config.data.seq_length} tokens does not fit on the "
                     "GPU",
                     where=f"rank {rank} on {device.host}",
-                    fix="training.gradient_checkpointing: full, a shorter data.seq_length, an "
-                    "adapter, strategy: {kind: fsdp} over more GPUs, training.optimizer: "
-                    "adamw_8bit, training.precision: bf16-true, or a smaller model",
+                    fix=memory_advice(),
                     id="memory.gpu",
                 )
             together[device.dp_rank].append(curve)
@@ -238,7 +240,7 @@ class _Chooser:
         return curves, all(all_settled)
 
     def _given_sizes(self) -> list[int | None]:
-        # The run file's micro-batch size for each data-parallel rank; None: to be found.
+        # The run file's micro-batch size for each data-parallel rank; None: isles finds it.
         given = self._config.training.micro_batch_size
         if isinstance(given, int):
             return [given] * self._mesh.dp_size
@@ -260,13 +262,13 @@ def _write(history: History, file: Path) -> None:
 
 
 def _proportional(limit: int) -> Curve:
-    # Of a rank whose speed is not known: time goes with the rows. Only ratios mean something.
+    # A rank of unknown speed: time is proportional to rows. Only ratios matter.
     rows = sorted({1, limit})
     return Curve(tuple(rows), tuple(size + _PER_MICRO_BATCH for size in rows), limit)
 
 
 def _device_name(world: World) -> str:
-    # The GPU's model, or the processor's with the number of its threads.
+    # The model of the GPU, or of the processor with its number of threads.
     if world.device.type == "cuda":
         return torch.cuda.get_device_name(world.device)
     return f"{processor_name()}, {torch.get_num_threads()} threads"
@@ -277,15 +279,15 @@ def rank_shares(
 ) -> list[float]:
     """The share of each rank.
 
-    A rank that is named has its own share. A host's share is divided over its other ranks. Where no
-    host is named, every other rank has share 1; else every other host has.
+    A named rank gets its own share. A host's share is divided over its other ranks. If no host is
+    named, every other rank has share 1; otherwise every other host has share 1.
 
     Args:
         shares: by host or rank number.
-        may_miss: whether hosts may come and go in this run, so that a name may be of an absent one.
+        may_miss: whether hosts may join and leave this run, so that a named host may be absent.
 
     Raises:
-        ConfigError: an unknown host or rank, or nothing but shares of 0.
+        ConfigError: an unknown host or rank, or all shares are 0.
     """
     _check_names(shares, hosts, "balance", may_miss=may_miss)
     has_hosts = any(name in hosts for name in shares)
@@ -300,7 +302,7 @@ def rank_shares(
             found.append(1.0)
     if not any(found):
         raise ConfigError(
-            "every rank has share 0",
+            "every rank has a share of 0",
             where="balance",
             fix="give at least one rank a share above 0",
             id="config.batch",
@@ -311,7 +313,7 @@ def rank_shares(
 def rank_sizes(
     sizes: Mapping[str, int], hosts: Sequence[str], *, may_miss: bool
 ) -> list[int | None]:
-    """The micro-batch size of each rank by its host's name; None where the host is not named.
+    """The micro-batch size of each rank by its host's name; None for hosts that are not named.
 
     Raises:
         ConfigError: an unknown host.
@@ -332,9 +334,9 @@ def _check_names(
     unknown = [name for name in named if name not in known]
     if not unknown:
         return
-    what = f"{', '.join(unknown)}: no such host{' or rank' if ranks else ''} in this run"
+    what = f"{', '.join(unknown)}: not a host{' or rank' if ranks else ''} of this run"
     if may_miss:
-        log.info("%s at present: %s", key, what)
+        log.info("%s for now: %s", key, what)
         return
     there = f"hosts: {', '.join(dict.fromkeys(hosts))}"
     if ranks:

@@ -79,7 +79,7 @@ def build(
     attempt: int,
     uploader: Uploader | None = None,
 ) -> Parts:
-    """Build every part, and take over the state of a checkpoint. All ranks must call this."""
+    """Build every part, and load the state of a checkpoint. All ranks must call this."""
     config = resolved.config
     check_attention(config.model.attn_implementation, world.device)
     data = make_data(config, run_dir, world, recorder, resume_from, disks)
@@ -95,7 +95,7 @@ def build(
     if resume_from is None and world.is_main:
         _note(recorder, config, engine, tokenizer, training)
     if config.training.method == "dpo":
-        # With the weights that the run begins with, so before any checkpoint is loaded.
+        # The scores need the run's first weights, so they come before any checkpoint is loaded.
         score = functools.partial(score_reference, engine, mesh, world, recorder, run_dir)
         score("training", training, pairs_read(config, total_steps, epochs), balancer.even_size)
         score("validation", validation, config.training.eval_samples, balancer.even_size)
@@ -105,7 +105,7 @@ def build(
     rank, device = mesh.dp_rank, world.device
     loader = Loader(training, balancer.split, rank, device, numbering=samples, epochs=epochs)
     meter = _make_meter(model_size, config, strategy, mesh, balancer, world)
-    now, saves = meter.clock.now, config.checkpoint  # the watchdog asks when a save has moved
+    now, saves = meter.clock.now, config.checkpoint  # the watchdog asks when a save last progressed
     checkpoints = CheckpointManager(run_dir, world, saves, disks, attempt, now, uploader)
     checkpoints.begin(progress.step)
     recorder.use(make_trackers(resolved, run_dir, recorder, world, step=progress.step))
@@ -160,7 +160,7 @@ def _make_exchange(
 ) -> OuterStep | None:
     if config.diloco is None:
         return None
-    # Its web client takes a third of a second to import, which other runs need not wait for.
+    # Its web client takes a third of a second to import, so other runs skip it.
     from isles.outer.trainer.build import make_exchange
 
     return make_exchange(config, engine, world, run_dir, recorder, resume_from)
@@ -169,7 +169,7 @@ def _make_exchange(
 def _note(
     recorder: Recorder, config: RunConfig, engine: Engine, tokenizer: Any, training: Dataset
 ) -> None:
-    # Lines for the user at the start of a new run.
+    # Lines shown to the user at the start of a new run.
     lines = deepspeed_notes(config)
     if config.adapter.type != "none":
         lines += adapter_notes(config, engine.model, tokenizer, training)
@@ -185,7 +185,7 @@ def _make_meter(
     balancer: Balancer,
     world: World,
 ) -> StepMeter:
-    # With the memory on paper of this rank and its rows.
+    # Includes the calculated memory of this rank and its rows.
     rows = balancer.split.micro_steps(mesh.dp_rank)
     layout, count = mesh.layout, len(rows)
     memory = step_memory(
@@ -202,12 +202,12 @@ def _make_engine(
     tokenizer: Any,
     resume_from: CheckpointInfo | None,
 ) -> tuple[Strategy, Mesh, Balancer, Engine, ModelSize]:
-    # The model in the hands of its strategy, and its size.
+    # The model inside its strategy's engine, and its size.
     strategy, why = resolve_strategy(config, world, lambda: empty_model(config, tokenizer))
     recorder.phase("building model", why)
     mesh = resolve_mesh(strategy, world)
     model = _make_model(config, strategy, mesh, world, tokenizer)
-    # Before the model is cut.
+    # Before the model is sharded.
     size = ModelSize.of(model, config.data.seq_length)
     balancer = make_balancer(model, config, strategy, mesh, world, run_dir, recorder, resume_from)
     optimizers = functools.partial(make_optimizers, config.training, seed=config.seed)
@@ -220,7 +220,7 @@ def _make_engine(
 def _make_model(
     config: RunConfig, strategy: Strategy, mesh: Mesh, world: World, tokenizer: Any
 ) -> nn.Module:
-    # The model, whole on this rank's device, or empty where it will be cut.
+    # The model: whole on this rank's device, or empty if it will be sharded.
     if is_sharded(strategy):
         model = empty_model(config, tokenizer)
         check_blocks(model, strategy)
@@ -230,8 +230,8 @@ def _make_model(
     shape: Any = model.config
     if world.is_main and getattr(shape, "output_router_logits", False):
         log.warning(
-            "the model's config sets output_router_logits; its loss that balances the experts is "
-            "not part of the training loss, which is that of the target tokens alone"
+            "the model's config sets output_router_logits, but isles trains on the loss of the "
+            "target tokens only, without the loss that balances the experts"
         )
     set_gradient_checkpointing(model, config.training.gradient_checkpointing)
     use_attention(model, strategy, mesh, world.device, config.training)
@@ -265,8 +265,8 @@ def _take_over(
     recorder: Recorder,
     exchange: OuterStep | None,
 ) -> Progress:
-    # The state of a checkpoint, or that of a run's beginning.
-    seed = config.seed + 1_000_003 * (world.rank + 1)  # of dropout: another on every rank
+    # The state of a checkpoint, or the state of a new run.
+    seed = config.seed + 1_000_003 * (world.rank + 1)  # of dropout: differs per rank
     torch.manual_seed(seed)
     if checkpoint is None:
         return Progress.fresh()

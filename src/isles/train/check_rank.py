@@ -1,8 +1,8 @@
 """One rank of a check: `python -m isles.train.check_rank`.
 
-It imports torch, launches a kernel, and writes what it found as one JSON line to stdout. Each line
-of stdin is an order to take part in an all-reduce, answered by another line. It ends with its
-stdin, whatever it is doing.
+It imports torch, launches a kernel, and writes the result as one JSON line to stdout. Each line of
+stdin is an order to join an all-reduce, which it answers with another line. The process exits when
+stdin ends, even in the middle of an order.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from datetime import timedelta
 from typing import Any
 
 _SPEND_S = 0.3
-"""How long one size is repeated."""
+"""Seconds for which one size is repeated."""
 
 _TOO_LONG_S = 4.0
-"""A size that is foreseen to need longer is left out."""
+"""A size that is expected to take more seconds is skipped."""
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--index", type=int, default=0)
     options = parser.parse_args()
-    # What libraries print must not be taken for answers.
+    # Output of libraries must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
     questions: queue.Queue[str] = queue.Queue()
@@ -43,21 +43,21 @@ def main() -> None:
 def _read(questions: queue.Queue[str]) -> None:
     for line in sys.stdin:
         questions.put(line)
-    os._exit(0)  # whoever asked is gone; the main thread may hang in a driver
+    os._exit(0)  # the caller has gone; the main thread may hang in a driver
 
 
 def look(device: str, index: int) -> dict[str, Any]:
-    """Versions and features of torch, and how a first computation went on the device.
+    """Versions and features of torch, and the result of a first computation on the device.
 
     Returns:
-        torch, cuda, nccl, has_gloo, seconds (of the import); failure where something failed, and
+        torch, cuda, nccl, has_gloo, seconds (of the import). After a failure also failure, and
         stage: import, visible or kernel. On a GPU also gpu, capability, archs, free_bytes.
     """
     begin = time.monotonic()
     try:
         import torch
         import torch.distributed as dist
-    except Exception as error:  # broken installations fail in every way
+    except Exception as error:  # a broken installation can raise anything
         return {"stage": "import", "failure": _line(error)}
     facts: dict[str, Any] = {
         "seconds": time.monotonic() - begin,
@@ -84,13 +84,13 @@ def look(device: str, index: int) -> dict[str, Any]:
             "capability": list(torch.cuda.get_device_capability(where)),
             "free_bytes": free_bytes,
         }
-    except Exception as error:  # the driver's own errors come as several types
+    except Exception as error:  # driver errors have several types
         return {**facts, "stage": "visible", "failure": _line(error)}
     return {**facts, **_compute(where)}
 
 
 def _compute(device: Any) -> dict[str, Any]:
-    # A product of matrices of small whole numbers, which is exact in every format.
+    # The product of two matrices of small integers, which is exact in every format.
     import torch
 
     try:
@@ -100,7 +100,7 @@ def _compute(device: Any) -> dict[str, Any]:
         half = numbers.to(device, torch.bfloat16) * 2
         is_right = torch.equal(product.cpu().double(), right)
         is_right = is_right and torch.equal(half.cpu().double(), numbers * 2)
-    except Exception as error:  # launches fail with errors of several types
+    except Exception as error:  # a launch can raise several types
         return {"stage": "kernel", "failure": _line(error)}
     return (
         {} if is_right else {"stage": "kernel", "failure": "the product of two matrices is wrong"}
@@ -108,17 +108,17 @@ def _compute(device: Any) -> dict[str, Any]:
 
 
 def _why_invisible() -> str:
-    # What torch reports when it is made to look for a GPU.
+    # The message of torch when it looks for a GPU.
     import torch
 
     if torch.version.cuda is None and torch.version.hip is None:
-        return f"torch {torch.__version__} is built without CUDA"
+        return f"torch {torch.__version__} was built without CUDA"
     try:
         cuda: Any = torch.cuda
         cuda.init()
     except Exception as error:  # RuntimeError, AssertionError, the driver's
         return _line(error)
-    return "torch finds no GPU"
+    return "torch does not find a GPU"
 
 
 def reduce(order: dict[str, Any]) -> dict[str, Any]:
@@ -129,9 +129,9 @@ def reduce(order: dict[str, Any]) -> dict[str, Any]:
             environment), index (of the GPU), sizes (bytes), timeout_s.
 
     Returns:
-        rows: for each size bytes, seconds, and algorithm and bus bandwidth in bytes a second as
-        nccl-tests define them; or failure, stage (store, group, sum), and on rank 0 missing: ranks
-        that did not come.
+        rows: for each size its bytes, seconds, and algorithm and bus bandwidth in bytes per second,
+        as nccl-tests define them. After a failure: failure, stage (store, group, sum), and on
+        rank 0 missing: the ranks that did not connect.
     """
     import torch
     import torch.distributed as dist
@@ -151,7 +151,7 @@ def reduce(order: dict[str, Any]) -> dict[str, Any]:
         store.set(f"here/{rank}", "1")
         missing = _missing(store, world_size, order["timeout_s"])
         if missing:
-            return {"stage": stage, "failure": "not all ranks came", "missing": missing}
+            return {"stage": stage, "failure": "not all ranks connected", "missing": missing}
         stage = "group"
         device = torch.device("cpu")
         if order["backend"] == "nccl":
@@ -167,7 +167,7 @@ def reduce(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _missing(store: Any, world_size: int, timeout_s: float) -> list[int]:
-    # Ranks that have not come in time.
+    # Ranks that did not connect in time.
     end = time.monotonic() + timeout_s
     missing = list(range(world_size))
     while missing and time.monotonic() < end:
@@ -198,7 +198,7 @@ def _measure(sizes: list[int], rank: int, world_size: int, device: Any) -> list[
 
 
 def _time(tensor: Any, times: int) -> float:
-    # Seconds of so many all-reduces, on the slowest rank.
+    # Seconds that `count` all-reduces take on the slowest rank.
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Where a rank is in its step, for its watchdog and for whoever watches the run."""
+"""The position of a rank within its step, for its watchdog and for the run's watchers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _RECENT_STEPS = 31
 
 
 class Moment(NamedTuple):
-    """Where a rank is.
+    """The position of a rank.
 
     Args:
-        phase: step, evaluating or saving; empty: nothing that is watched.
-        step: its number.
-        stage: the part of the step, or the phase.
+        phase: step, evaluating or saving; empty: not watched.
+        step: number of the step.
+        stage: part of the step; outside a step the phase.
         since: when the phase began, by the clock of the `StepClock`.
-        stage_since: the same of the stage.
+        stage_since: when the stage began, by the same clock.
     """
 
     phase: str
@@ -31,7 +31,7 @@ class Moment(NamedTuple):
 
 
 class StepClock:
-    """Where this rank is in its step. An update reads a clock and stores a value, nothing else.
+    """The position of this rank in its step. An update only reads a clock and stores a value.
 
     Args:
         now: monotonic clock, seconds; the watchdog uses the same.
@@ -41,7 +41,7 @@ class StepClock:
         self.now = now
         self.moment = Moment("", 0, "", began := now(), began)
         self.steps: deque[float] = deque(maxlen=_RECENT_STEPS)
-        """Seconds that the last steps have taken."""
+        """Seconds that each of the last steps took."""
         self.longest_evaluation_s = 0.0
 
     def step(self, step: int) -> None:
@@ -49,15 +49,15 @@ class StepClock:
         self._leave("step", step, STAGES[0])
 
     def at(self, stage: str) -> None:
-        """A part of the step begins: one of `STAGES`."""
+        """Start a part of the step: one of `STAGES`."""
         self.moment = self.moment._replace(stage=stage, stage_since=self.now())
 
     def begin(self, phase: str) -> None:
-        """Another phase than a step begins: evaluating, saving."""
+        """Start a phase outside a step: evaluating or saving."""
         self._leave(phase, self.moment.step, phase)
 
     def end(self) -> None:
-        """That phase is over."""
+        """End the phase."""
         self._leave("", self.moment.step, "")
 
     def _leave(self, phase: str, step: int, stage: str) -> None:

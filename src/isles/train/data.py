@@ -52,21 +52,21 @@ def make_data(
     resume_from: CheckpointInfo | None,
     disks: Disks,
 ) -> tuple[Any, Dataset, Dataset | None]:
-    """Tokenizer, training and validation data of a run. All ranks must call this.
+    """The tokenizer, the training data and the validation data of a run. All ranks must call this.
 
     Raises:
-        UserError: the model's folder, the tokenizer or the data is missing or broken somewhere, or
-            they do not go together; the same on every rank.
+        UserError: the model's folder, the tokenizer or the data is missing or broken on some rank,
+        or they do not match. Every rank raises the same error.
     """
     recorder.phase("preparing data")
-    # First: its errors say more than a tokenizer's.
+    # First, because its errors are clearer than those of the tokenizer.
     check_model_folder(config.model, world)
     hf_config = on_every_rank(world, lambda: load_model_config(config.model))
     tokenizer = _make_tokenizer(config, run_dir, world, disks)
-    # Could not be checked before the start, where the model's config was not on that machine.
+    # The start could not check this if the model's config was on another machine.
     if issues := check_shape(config, hf_config.to_dict()):
         raise ConfigErrors([ConfigError(v.what, where=v.keys[0], fix=v.fix) for v in issues])
-    # A tokenizer that is trained for the run decides how many tokens the model knows.
+    # A tokenizer that is trained for the run sets the model's vocabulary size.
     trained = config.tokenizer.train_vocab_size is not None
     vocab_size = len(tokenizer) if trained else int(hf_config.get_text_config().vocab_size)
     if tokenizer is not None and (warning := check_vocabulary(tokenizer, vocab_size)):
@@ -102,12 +102,12 @@ def make_data(
 
 
 def data_cache(data: DataConfig) -> Path:
-    """The folder for prepared tokens; the default folder is closed to other users.
+    """The folder for prepared tokens; other users cannot read the default folder.
 
-    The source of the tokens may be a file that only this user can read. The run file may name a
+    The tokens may come from a file that only this user can read. The run file may name a
     folder that several users share, and its mode stays as it is.
 
-    DataError: the folder cannot be made.
+    DataError: the folder cannot be created.
     """
     if data.cache_dir:
         return Path(data.cache_dir).expanduser()
@@ -115,14 +115,14 @@ def data_cache(data: DataConfig) -> Path:
     with disk_errors(home):
         home.mkdir(parents=True, exist_ok=True)
         facts = home.stat()
-        if facts.st_uid == os.geteuid() and facts.st_mode & 0o077:  # 0.1.0 has left it open
+        if facts.st_uid == os.geteuid() and facts.st_mode & 0o077:  # 0.1.0 left it open
             with suppress(PermissionError):  # some network disks have no modes
                 home.chmod(0o700)
     return home / "data"
 
 
 def _check_content(training: Dataset, world: World, resume_from: CheckpointInfo | None) -> None:
-    # Every rank must have the same samples, and those that the cursor of a checkpoint counts.
+    # Every rank needs the same samples, and a checkpoint's cursor counts these samples.
     found = world.gather((world.host, training.content))
     odd = [
         f"{rank} on {host}" for rank, (host, content) in enumerate(found) if content != found[0][1]
@@ -131,8 +131,9 @@ def _check_content(training: Dataset, world: World, resume_from: CheckpointInfo 
         raise DataError(
             f"these ranks have other training data than rank 0 on {found[0][0]}: {', '.join(odd)}",
             where="data.sources",
-            fix="give every machine the same files, or let one of them alone have them: what is "
-            "prepared there is sent to the others",
+            fix="copy the same files to every machine, or keep them on one machine only: isles "
+            "sends "
+            "its prepared data to the others",
             id="data.changed",
         )
     before = None if resume_from is None else resume_from.manifest.get("data")
@@ -140,17 +141,18 @@ def _check_content(training: Dataset, world: World, resume_from: CheckpointInfo 
         raise DataError(
             f"the training data has changed since step {resume_from.step} was saved",
             where="data.sources",
-            fix="put it back to go on exactly, or start a new run with `--resume no` (for other "
-            "text with these weights: model.init: pretrained from this run's export)",
+            fix="restore the old data to resume exactly, or start a new run with `--resume no` (to "
+            "train these weights on other text: model.init: pretrained from this run's export)",
             id="data.changed",
         )
 
 
 def check_model_folder(model: ModelConfig, world: World) -> None:
-    """Check that a model that is a folder is on every node. All ranks must call this.
+    """Check that every node has the model's folder, if the model is a folder. All ranks must call
+    this.
 
     Raises:
-        UserError: some nodes lack it; on every rank, with their names.
+        UserError: some nodes lack it. Every rank raises it, with the names of the nodes.
     """
     name = model.name_or_path
     if world.world_size == world.local_world_size or name in shape_names():
@@ -162,11 +164,11 @@ def check_model_folder(model: ModelConfig, world: World) -> None:
     has = [(place, path) for place, is_there, path in leaders if is_there]
     lacks = [place for place, is_there, _ in leaders if not is_there]
     if not has or not lacks:
-        return  # on the hub, or nowhere: loading it says which
+        return  # on Hugging Face, or nowhere: loading it tells
     owner, path = has[0]
     lines = [f"rsync -a --mkpath {path}/ {place.host}:{path}/" for place in lacks]
     raise UserError(
-        f"the model {name!r} is a folder on {owner}, which {', '.join(map(str, lacks))} "
+        f"the model {name!r} is a folder on {owner} that {', '.join(map(str, lacks))} "
         f"{'lack' if len(lacks) > 1 else 'lacks'}",
         where="model.name_or_path",
         fix=f"on {owner.host}: {'; '.join(lines)}; or put it on a disk that all hosts share",
@@ -175,17 +177,17 @@ def check_model_folder(model: ModelConfig, world: World) -> None:
 
 
 def _make_tokenizer(config: RunConfig, run_dir: RunDir, world: World, disks: Disks) -> Any:
-    # Load or train it, into the run directory, so that every restart has the same one; None for
-    # fake data.
+    # Load or train it into the run directory, so that every restart has the same tokenizer. None
+    # for fake data.
     if all(source.type == "fake" for source in config.data.sources):
         return None
     trains = config.tokenizer.train_vocab_size is not None
     is_there = world.main_first(run_dir.tokenizer.is_dir)
-    # Where the data lies on one machine only, a tokenizer is trained there.
+    # If only one machine has the data, that machine trains the tokenizer.
     rank = rank_with_data(config.data, world) if trains and not is_there else 0
 
     def write() -> None:
-        if disks.is_apart[rank]:  # another run's, or an earlier one's of this name
+        if disks.is_apart[rank]:  # of another run, or of an earlier run with this name
             shutil.rmtree(run_dir.tokenizer, ignore_errors=True)
         write_tokenizer(config, run_dir.tokenizer)
 
@@ -199,7 +201,7 @@ def _make_tokenizer(config: RunConfig, run_dir: RunDir, world: World, disks: Dis
 def run_tokenizer(config: RunConfig, run_dir: RunDir) -> Any:
     """The tokenizer that a run keeps in its directory.
 
-    DataError: it does not work.
+    DataError: it cannot be loaded or does not work.
     """
     trusted = config.model.trust_remote_code and not is_from_bucket(run_dir.tokenizer)
     tokenizer = load_tokenizer(str(run_dir.tokenizer), trust_remote_code=trusted)
@@ -208,7 +210,7 @@ def run_tokenizer(config: RunConfig, run_dir: RunDir) -> Any:
 
 
 def describe_tokenizer(config: RunConfig, tokenizer: Any) -> None:
-    """Note at a run's tokenizer what the run file says of its chat template."""
+    """Record the run file's chat template next to the run's tokenizer."""
     wanted = config.tokenizer
     trained = None if wanted.train_vocab_size is None else CHATML
     given = wanted.name_or_path or config.model.name_or_path
@@ -223,7 +225,7 @@ def write_tokenizer(config: RunConfig, folder: Path) -> None:
     tokenizer = make_tokenizer(config, documents_for_tokenizer(config.data))
     partial = folder.with_name(f".partial-{folder.name}")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()  # transformers would make the run directory again, were it deleted
+    partial.mkdir()  # if the run directory is deleted, transformers would create it again
     try:
         save_tokenizer(tokenizer, partial)
         partial.replace(folder)
@@ -235,11 +237,11 @@ def write_tokenizer(config: RunConfig, folder: Path) -> None:
 def make_tokenizer(config: RunConfig, documents: Iterable[str]) -> Any:
     """Load the tokenizer of a run, or train it on these documents.
 
-    Its chat template is the one that the run trains with. Without one of its own, a tokenizer that
-    is trained here gets chatml as soon as there are conversations.
+    Its chat template is the run's template. A tokenizer that is trained here has no template, and
+    gets chatml if there are conversations.
 
     Raises:
-        DataError: there is no such tokenizer or template, or the data cannot be read.
+        DataError: the tokenizer or template does not exist, or the data cannot be read.
     """
     wanted = config.tokenizer
     is_chat = any(source.type in TEMPLATED for source in config.data.sources)

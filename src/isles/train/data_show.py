@@ -1,6 +1,6 @@
 """`isles data show`: `python -m isles.train.data_show FOLDER`, which holds a resolved.yaml.
 
-It prepares the data as training does, into the same cache, and prints what is trained on.
+It prepares the data as training does, into the same cache, and prints the trained tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from isles.train.data import data_cache, run_tokenizer, write_tokenizer
 from isles.train.logs import log_of_verb
 
 _OPEN, _CLOSE = "⟦", "⟧"
-"""Around trained tokens where there are no colours."""
+"""Marks around trained tokens on a terminal without colors."""
 
 
 def main() -> int:
@@ -61,7 +61,7 @@ def main() -> int:
         sys.stderr.write("\n".join([f"error: {error}", *more_lines(error.ids), ""]))
         return int(error.exit_code)
     except BrokenPipeError:
-        # The reader (head, less) has seen enough. Python flushes stdout once more at its end.
+        # The reader (head, less) has closed the pipe. Python flushes stdout again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
@@ -69,7 +69,8 @@ def main() -> int:
 
 
 def show_data(config: RunConfig, run_dir: RunDir, num_samples: int, console: Console) -> None:
-    """Prepare the sources of a run, and print samples and counts; `run_dir` gets the tokenizer."""
+    """Prepare the sources of a run, print samples and counts, and put the tokenizer in
+    `run_dir`."""
     write_tokenizer(config, run_dir.tokenizer)
     tokenizer = run_tokenizer(config, run_dir)
     figures: dict[str, Figures] = {}
@@ -110,7 +111,7 @@ def show_data(config: RunConfig, run_dir: RunDir, num_samples: int, console: Con
     if figures:
         console.print(_table(figures))
     else:
-        console.print("data.streaming: the rows are read while training, so nothing is counted")
+        console.print("data.streaming: rows are read during training, so they are not counted")
 
 
 def _of_stream(
@@ -121,7 +122,7 @@ def _of_stream(
     num_samples: int,
     decode: Callable[[list[int]], str],
 ) -> Iterator[Shown]:
-    # The first documents of a source that nobody has read to its end.
+    # The first documents of a source that has not been read to its end.
     each = 2 if encoder.kind == "preference" else 1
     documents = (document for batch in batches for document in batch)
     for number, document in enumerate(islice(documents, each * num_samples)):
@@ -171,8 +172,8 @@ def _table(figures: Mapping[str, Figures]) -> Table:
     columns = [
         {
             "rows": one.rows,
-            "bad rows, left out": one.bad,
-            "empty rows, left out": one.empty,
+            "bad rows, skipped": one.bad,
+            "empty rows, skipped": one.empty,
             "documents": one.documents,
             "tokens": one.tokens,
             "trained tokens": f"{one.trained} ({one.trained / max(1, one.tokens):.1%})",

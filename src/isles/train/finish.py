@@ -1,4 +1,4 @@
-"""What a finished run leaves: the model or the adapter as a folder, a summary, a picture."""
+"""The results of a finished run: the exported model or adapter, a summary and a picture."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ log = logging.getLogger(__name__)
 
 
 def finish(parts: Parts) -> bool:
-    """Export, write the summary and the picture. Only rank 0 does anything.
+    """Export the model, write the summary and the picture. Only rank 0 acts.
 
     Returns:
-        Whether RUN/model is the export of this run, and not an older one.
+        Whether RUN/model is the export of this run, and not an older export.
     """
     if not parts.world.is_main:
         return False
     run_dir, progress = parts.run_dir, parts.progress
     failed, pushed = None, None
-    elapsed_s = progress.elapsed_s  # an export is no training
+    elapsed_s = progress.elapsed_s  # an export is not training time
     exports = parts.config.checkpoint.export_on_finish
     if exports:
         failed = _export(parts)
@@ -78,8 +78,8 @@ def finish(parts: Parts) -> bool:
 
 
 def _export(parts: Parts) -> str | None:
-    # The error, if there was one. The run has trained all its steps, and its checkpoint is whole:
-    # whatever an export meets is not the run's failure.
+    # The error of the export, if it failed. The run has trained all its steps and its checkpoint is
+    # intact, so a failed export is not a failed run.
     run_dir, step = parts.run_dir, parts.progress.step
     parts.recorder.phase("exporting", str(run_dir.model))
     is_whole = holds_whole_model(parts.strategy) and parts.config.adapter.type == "none"
@@ -93,7 +93,7 @@ def _export(parts: Parts) -> str | None:
         what = f"{known.where}: {known.what}" if known else f"{type(error).__name__}: {error}"
         fix = f"{known.fix}; then " if known and known.fix else ""
         parts.recorder.note(
-            f"the model is not exported: {what}. The checkpoint of step {step} is whole: {fix}"
+            f"the model was not exported: {what}. The checkpoint of step {step} is intact: {fix}"
             f"`isles checkpoint export {typed_name(run_dir)}` exports it"
         )
         return what
@@ -101,7 +101,7 @@ def _export(parts: Parts) -> str | None:
 
 
 _Curves = dict[str, list[tuple[int, Any, Any]]]
-"""Step, loss and perplexity of all rows, by `train` and `eval`."""
+"""Step, loss and perplexity of all rows: of `train` and of `eval`."""
 
 
 def _read_losses(path: Path) -> _Curves:
@@ -126,14 +126,14 @@ def export_step(
     """Export a checkpoint in one process.
 
     Args:
-        run_dir, resolved, tokenizer: of the run; the tokenizer is None where it had none.
-        step: which checkpoint; None: the newest.
+        run_dir, resolved, tokenizer: of the run. None if the run has no tokenizer.
+        step: of the checkpoint. Default: the newest checkpoint.
         folder: the result.
-        repo: where it will lie on the hub, for the model card; None: as the run file says.
-        merge: whether an adapter is merged into its model, for which the whole must fit into this
-            machine's memory; None: as the run file says.
-        model: with the weights of the checkpoint, whole in memory; None: they are exported from
-            the checkpoint, file by file.
+        repo: the Hugging Face repository for the model card. Default: from the run file.
+        merge: whether to merge an adapter into its model, which needs memory for the whole model.
+            Default: from the run file.
+        model: the whole model with the checkpoint's weights. If omitted, the weights are exported
+            from the checkpoint, file by file.
 
     Raises:
         UserError, TrainingError: see `export_checkpoint`, `export_adapter` and `export_merged`.
@@ -167,9 +167,10 @@ def export_step(
         take_generation_config(model, config.model)
         if converts_weights(model):
             log.warning(
-                "the experts are exported joined, as transformers holds them; `isles checkpoint "
-                "export` writes them one by one, as on the hub, and needs memory for the whole "
-                "model"
+                "the experts are exported joined, in the format of transformers. `isles checkpoint "
+                "export` writes one file entry per expert, as on Hugging Face, and needs memory "
+                "for "
+                "the whole model"
             )
         write = functools.partial(export_checkpoint, checkpoint.path)
     write(model, tokenizer, folder, **options)
@@ -183,13 +184,13 @@ def _form(config: RunConfig, *, is_here: bool) -> dict[str, Any]:
         base, dtype = base_files(config.model)
     except UserError as error:
         if not is_here:
-            raise  # the model cannot be built without them
-        # A run of an older isles, or with code of its own, may outlive its base model's folder.
+            raise  # the model needs these files
+        # In a run of an older isles, or with custom code, the base model's folder may be gone.
         log.warning("%s: %s; exporting without the base's config.json", error.where, error.what)
     if config.checkpoint.export_dtype != "base":
         dtype = getattr(torch, config.checkpoint.export_dtype)
     shown = "of training" if dtype is None else str(dtype).removeprefix("torch.")
-    log.info("the weights are exported in the type %s", shown)
+    log.info("exporting the weights as %s", shown)
     return {
         "max_shard_bytes": int(config.checkpoint.max_shard_gb * 10**9),
         "base": base,
@@ -202,7 +203,7 @@ def _with_adapter(config: RunConfig, checkpoint: CheckpointInfo, tokenizer: Any)
     frozen = None
     if config.adapter.type == "qlora":
         frozen = load_model_config(config.model).dtype or torch.float32
-        log.info("merging into the model as it was before it was quantised, in %s", frozen)
+        log.info("merging the adapter into the unquantized model, in %s", frozen)
         plain = config.adapter.model_copy(update={"type": "lora"})
         config = config.model_copy(update={"adapter": plain})
     model = whole_model(config, tokenizer, torch.device("cpu"), frozen=frozen)
@@ -213,18 +214,18 @@ def _with_adapter(config: RunConfig, checkpoint: CheckpointInfo, tokenizer: Any)
 def _verifying(
     config: RunConfig, checkpoint: CheckpointInfo, kind: ExportKind
 ) -> tuple[Verify, Tensor | None]:
-    # What reads an export again, and the scores that it must find.
+    # The function that checks an export, and the scores that the export must give.
     scores = checkpoint.manifest.get("probe")
     trained = None if scores is None else torch.tensor(scores, dtype=torch.float64)
     if config.adapter.type == "qlora":
-        log.info("the logits are not compared with those of training, which used 4-bit weights")
+        log.info("the logits of the export are not checked, because training used 4-bit weights")
         trained = None
     elif trained is None:
-        log.info("the logits are not compared with those of training: the checkpoint has none")
+        log.info("the logits of the export are not checked, because the checkpoint has no scores")
     base_bytes = 0
     if kind == "adapter":
         if config.model.trust_remote_code:
-            log.info("the adapter is not read again: its base needs code of its own")
+            log.info("the exported adapter is not checked: its base model needs custom code")
             return lambda *_: None, None
         base, where = weights_folder(config.model.name_or_path)
         base_bytes = sum((base / file).stat().st_size for file in set(where.values()))
@@ -233,7 +234,7 @@ def _verifying(
 
 
 def _push(parts: Parts) -> dict[str, str] | None:
-    # The run has its result already: a hub that does not take it is not the run's failure.
+    # The run has its result: a failed upload is not a failed run.
     repo = parts.config.checkpoint.push_to_hub
     if repo is None:
         return None
@@ -243,8 +244,8 @@ def _push(parts: Parts) -> dict[str, str] | None:
         url = push(folder, repo, message=f"{name}, step {parts.progress.step}")
     except UserError as error:
         parts.recorder.note(
-            f"{error.where}: {error.what}; the model is in {folder}, and `isles checkpoint export "
-            f"{typed_name(parts.run_dir)} --push-to-hub {repo}` tries again"
+            f"{error.where}: {error.what}; the model is in {folder}. To upload it: `isles "
+            f"checkpoint export {typed_name(parts.run_dir)} --push-to-hub {repo}`"
         )
         return {"repo": repo, "error": error.what}
     return {"repo": repo, "url": url}

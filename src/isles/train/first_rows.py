@@ -1,8 +1,8 @@
 """Read the first rows of each source for `isles check`: `python -m isles.train.first_rows`.
 
-The process reads the config of a run as JSON from stdin, and writes a line of JSON: for each source
-of local files its number, path and number of rows, and `notes` and `error` for people. It prepares
-and downloads nothing.
+The process reads a run's config as JSON from stdin and writes one line of JSON. For each source of
+local files the line has the source's number, its path and its number of rows, and `notes` and
+`error` as text. The process prepares and downloads nothing.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ HEAD_ROWS = 200
 
 
 def main() -> None:
-    """Print the heads of the sources."""
+    """Print the first rows' results for all sources."""
     logging.disable(logging.WARNING)
     config = RunConfig.model_validate_json(sys.stdin.read())
     sys.stdout.write(json.dumps(list(heads(config))) + "\n")
 
 
 def heads(config: RunConfig) -> Iterator[dict[str, Any]]:
-    """Look at the first rows of each source of local files."""
+    """Check the first rows of each source of local files."""
     tokenizer = None
     for number, source in enumerate(config.data.sources):
         if source.type == "fake" or may_be_hub_id(str(source.path)):
@@ -44,13 +44,13 @@ def heads(config: RunConfig) -> Iterator[dict[str, Any]]:
         head: dict[str, Any] = {"number": number, "path": source.path, "rows": 0, "notes": []}
         try:
             if tokenizer is None:
-                # What rows become depends on the chat template, and not on the words that a
+                # The result of a row depends on the chat template, but not on the text that a
                 # tokenizer is trained on.
                 tokenizer = make_tokenizer(config, [""])
                 describe_tokenizer(config, tokenizer)
             tally = _tally(source, tokenizer, config.data.max_bad_fraction)
             head["rows"] = tally.num_rows
-            # Whether a field is in no row is known once all rows are read.
+            # Only after the last row is it certain that a field is in no row.
             record = {key: value for key, value in tally.record().items() if key != "ignored"}
             head["notes"] = list(field_notes(number, source, record))
             tally.judge(is_all=False)

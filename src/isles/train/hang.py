@@ -1,8 +1,8 @@
-"""Notices a step that takes far longer than usual, and names the rank that holds it up, and where.
+"""Detects a step that takes far longer than usual, and finds the rank that delays it.
 
-The step notes its stage in a `StepClock`, at which a thread of each rank looks. Once a step is
-overdue on some rank, all ranks write where they stand into the store through which they have met,
-which works while their main threads wait inside torch; the lowest that lives decides.
+The step records its stage in a `StepClock`, and a thread of each rank checks the clock. When a step
+is overdue on some rank, all ranks write their positions into the store that they connected through.
+The store works while the main threads wait inside torch. The lowest rank that answers decides.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 _ANSWER_S = 6.0
-"""How long ranks have to answer; a rank or store that has not counts as lost."""
+"""Seconds for an answer. A rank or store that does not answer in time counts as lost."""
 
 _VIEW_S = 0.25
-"""Between two looks while somebody waits for the stacks of all ranks."""
+"""Seconds between two checks while a user waits for the stacks of all ranks."""
 
 _CONNECT = timedelta(seconds=5)
 _STOPPED_S = 10.0
-"""Longer than this between two looks, the process did not run: a queue had stopped it, or its
-machine was paused. A machine that is full does not keep a thread waiting so long."""
+"""Seconds between two checks after which the process was suspended: by a queue, or because its
+machine was paused. A busy machine does not delay a thread by this much."""
 
 _KNOWN_STEPS = 3
 _FIRST, _COMPILING = 5, 20
-"""The first steps, and the first evaluation, may take so many times min_time; the second: where
-the model is compiled."""
+"""Factors on min_time for the first steps and the first evaluation. The second factor is for
+compiled models."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the threads of a rank stand.
+    """The positions of a rank's threads.
 
     Args:
-        at: in words, such as `at my_data.py:88 read()`.
-        waits_in: the collective operation in which it waits for the others; empty: none, as far as
-            its stack shows.
-        stacks: of all its threads, the main thread first.
+        at: the innermost frame, as text, such as `at my_data.py:88 read()`.
+        waits_in: the collective operation in which the rank waits for other ranks; empty if its
+            stack shows none.
+        stacks: of all threads, the main thread first.
     """
 
     at: str
@@ -77,7 +77,7 @@ class Place:
 
 
 def place_now(main: int, *, is_gpu: bool) -> Place:
-    """Where this process stands. Called from a thread that is not the main one.
+    """The positions of this process's threads. Call it from a thread other than the main thread.
 
     Args:
         main: the main thread's ident.
@@ -88,23 +88,23 @@ def place_now(main: int, *, is_gpu: bool) -> Place:
     stack = _stack(frames.get(main))
     waits_in = collective_in(stack, is_gpu=is_gpu)
     leaf = stack
-    # The innermost frame that is not Python's own waiting.
+    # The innermost frame outside Python's own waiting functions.
     files = (file for file, _, _ in reversed(stack) if not file.endswith("/threading.py"))
     if not waits_in and "/concurrent/futures/" in next(files, ""):
-        # It waits for the thread that reads the data ahead: there is the place.
+        # The main thread waits for the thread that reads ahead, so show that thread's frame.
         ahead = [ident for ident, name in names.items() if name.startswith("data")]
         leaf = _stack(frames.get(ahead[0])) if ahead and ahead[0] is not None else stack
     own = threading.get_ident()
     texts = []
     for ident in [main, *(ident for ident in frames if ident not in (main, own))]:
         frame = frames.get(ident)
-        lines = traceback.format_stack(frame) if frame else ["  it has no Python frame\n"]
+        lines = traceback.format_stack(frame) if frame else ["  this thread has no Python frame\n"]
         texts.append(f"thread {names.get(ident, ident)}:\n{''.join(lines)}")
     return Place(place_in_words(leaf), waits_in, "\n".join(texts))
 
 
 def _stack(frame: FrameType | None) -> list[Frame]:
-    # The frames of a thread, the innermost last.
+    # The frames of a thread, innermost last.
     if frame is None:
         return []
     found = traceback.extract_stack(frame)
@@ -112,14 +112,14 @@ def _stack(frame: FrameType | None) -> list[Frame]:
 
 
 class Watchdog:
-    """Watches the steps of one rank, together with the watchdogs of the others.
+    """Watches the steps of one rank, together with the watchdogs of the other ranks.
 
     Args:
-        connect: gives the store of the ranks, again after a failure.
+        connect: returns the ranks' store; called again after a failure.
         is_gpu: whether this rank computes on a GPU.
-        saving_moved_at: when a save has last made progress, by `clock`.
-        tell: takes what the agent of this node is told each second; None: there is none.
-        figures: what it is told beside the stage; any thread may call it.
+        saving_moved_at: returns when a save last made progress, by `clock`.
+        tell: called each second with the message for this node's agent; None without an agent.
+        figures: returns further values for that message; any thread may call it.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Watch from now on."""
+        """Start watching."""
         self._thread.start()
 
     def close(self) -> None:
@@ -167,25 +167,25 @@ class Watchdog:
         while not self._is_over.wait(_LOOK_S if self._viewed is None else _VIEW_S):
             try:
                 self.look()
-            except Exception:  # a thread's edge: no bug in here may end a run
-                log.exception("the watchdog has failed; the run goes on without it")
+            except Exception:  # a thread's top level: no bug in here may end a run
+                log.exception("the watchdog failed; the run continues without it")
                 break
             self._aside(self._show)
             self._aside(self._view)
         self._store = None
 
     def _aside(self, work: Callable[[], None]) -> None:
-        # For watchers: whatever happens there, the steps are watched on.
+        # For watchers: an error here must not stop the watchdog.
         try:
             work()
-        except (OSError, RuntimeError) as error:  # of a disk, the agent, or torch's, of a store
+        except (OSError, RuntimeError) as error:  # from a disk, the agent, or torch's store
             log.debug("%s", error)
         except Exception:
-            log.exception("watchers see no more of this rank; the run goes on")
+            log.exception("this rank no longer reports its status; the run continues")
             self._tell = self._requests = self._viewed = None
 
     def _show(self) -> None:
-        # Tell the agent where this rank is.
+        # Send this rank's position to the agent.
         if self._tell is None:
             return
         moment, steps = self._clock.moment, self._clock.steps
@@ -195,14 +195,14 @@ class Watchdog:
         self._tell({**place, **self._figures()})
 
     def _view(self) -> None:
-        # On rank 0: have all ranks answer who wants to see their stacks, and write the answers.
+        # On rank 0: collect the stacks of all ranks when a user asks for them, and write them.
         store, requests, now = self._store, self._requests, self._clock.now()
         if store is None or requests is None:
             return
         if self._viewed is None:
             if (at := requests.new()) is None:
                 return
-            # Before the question: none but that of a hang leaves files of stacks.
+            # Before asking, because only the question of a hang leaves stack files.
             store.set("viewed", str(store.add("asked", 0) + 1))
             self._viewed = at, int(store.add("asked", 1)), now
             return
@@ -220,7 +220,7 @@ class Watchdog:
             )
 
     def look(self) -> None:
-        """Look once: answer who has asked, and ask or decide where this rank is overdue."""
+        """Check once: answer questions, and ask or decide if this rank is overdue."""
         moment, now = self._clock.moment, self._clock.now()
         if now - self._looked_at > _STOPPED_S:
             self._resumed_at = now
@@ -228,7 +228,7 @@ class Watchdog:
             self._went_on(self._hang, now)
             self._hang = None
         since = max(moment.since, self._resumed_at)
-        if moment.phase == "saving":  # files that move may take as long as they like
+        if moment.phase == "saving":  # a save may take any time while its files progress
             since = max(since, self._saving_moved_at())
         limit_s = self._limit_s(moment)
         is_overdue = limit_s is not None and now - since >= limit_s
@@ -242,7 +242,7 @@ class Watchdog:
         self._looked_at = self._clock.now()
 
     def _limit_s(self, moment: Moment) -> float | None:
-        # How long this phase may take; None: as long as it likes.
+        # Seconds that this phase may take; None: no limit.
         config, steps = self._config.watchdog, self._clock.steps
         times = _COMPILING if self._config.training.torch_compile else _FIRST
         match moment.phase:
@@ -259,7 +259,7 @@ class Watchdog:
                 return None
 
     def _exchange(self) -> None:
-        # Ask once for each hang, and answer each time that some rank has asked.
+        # Ask once per hang, and answer each time that a rank asks.
         hang = self._hang
         try:
             store = self._store = self._store or self._connect()
@@ -275,11 +275,11 @@ class Watchdog:
                 if not store.check(["viewed"]) or int(store.get("viewed")) != asked:
                     self._write_stacks(self._rank, answer)
             self._store_answered_at = self._clock.now()
-        except RuntimeError:  # torch's, of a store that is gone or cut off: tried again
+        except RuntimeError:  # torch's, for a lost or unreachable store: retry
             self._store = None
 
     def _answers(self, question: int) -> dict[int, dict[str, Any]]:
-        # Of the ranks that have answered this question or a later one.
+        # The answers of ranks to this question or a later one.
         found: dict[int, dict[str, Any]] = {}
         if (store := self._store) is None:
             return found
@@ -292,17 +292,18 @@ class Watchdog:
         return found
 
     def _decide(self, hang: _Overdue, now: float) -> None:
-        # Name the rank that holds up the step, if no lower rank lives to do so.
+        # Report the rank that delays the step, unless a lower rank is alive to report it.
         silent_s = now - self._store_answered_at
         answers = self._answers(hang.question) if hang.question else {}
         if self._rank not in answers:
             text = (
-                f"the store of the ranks has not answered for {silent_s:.0f} s: the process that "
-                "leads the run is frozen or gone, or its machine or network is down"
+                f"the ranks' store has not answered for {silent_s:.0f} s: the process that leads "
+                f"the run "
+                "is frozen or dead, or its machine or network is down"
             )
             self._report(hang, now, Hang((), text), may_stop=True)
             return
-        # A lower rank in another phase has its own deadline: hours, if it hangs in a save.
+        # A lower rank in another phase has its own deadline: hours if it hangs in a save.
         if any(r < self._rank and a["phase"] == hang.moment.phase for r, a in answers.items()):
             return
         positions = {
@@ -310,7 +311,7 @@ class Watchdog:
             for rank, a in answers.items()
         }
         for rank, answer in answers.items():
-            if not self._stacks(rank, answer["step"]).exists():  # of a rank on another host
+            if not self._stacks(rank, answer["step"]).exists():  # a rank on another host
                 self._write_stacks(rank, answer)
         found = find_hang(positions, self._hosts, silent_s=now - hang.noticed_at)
         self._report(hang, now, found, may_stop=min(answers) == self._rank)
@@ -350,13 +351,13 @@ class Watchdog:
         if not hang.what:
             return
         took_s = now - hang.moment.since
-        self._recorder.note(f"{hang.what} went on after {_seconds(took_s)}")
+        self._recorder.note(f"{hang.what} continued after {_seconds(took_s)}")
         path = self._attempt.hangs / f"step-{hang.moment.step}.json"
         with suppress(OSError):
             write_record(path, {**(read_record(path) or {}), "went_on_after_s": took_s})
 
     def _end(self, text: str, found: Hang) -> None:
-        # End this rank, and with it the others, with an error that names the root cause.
+        # Exit this rank, and so all ranks, with an error that names the root cause.
         rank = found.root_causes[0] if found.root_causes else self._rank
         error = error_record(
             text,
@@ -364,8 +365,9 @@ class Watchdog:
             kind="Stalled",
             code=ExitCode.COMMUNICATION,
             where=f"rank {rank} on {self._hosts[rank]}",
-            fix=f"the stacks of the ranks are in {self._attempt.hangs}; watchdog.action: report "
-            "would wait for it",
+            fix=f"read the stacks of the ranks in {self._attempt.hangs}. To wait instead of "
+            f"stopping, "
+            "set watchdog.action: report",
             rank=rank,
             host=self._hosts[rank],
             is_communication=False,
@@ -374,20 +376,20 @@ class Watchdog:
         )
         with suppress(OSError):
             write_record(self._attempt.rank_error(self._rank, self._env.restart), error)
-            if self._env.attempt == 0:  # no agent looks for the root cause
+            if self._env.attempt == 0:  # without an agent nothing else finds the root cause
                 end_without_agent(self._attempt, error)
         log.error("watchdog.action is stop: %s", text)
         sys.stderr.flush()
-        os._exit(ExitCode.COMMUNICATION)  # its main thread waits where no exception reaches it
+        os._exit(ExitCode.COMMUNICATION)  # an exception cannot reach the waiting main thread
 
 
 @dataclass(slots=True)
 class _Overdue:
     moment: Moment
-    noticed_at: float  # or asked, which may come later where the store is away
+    noticed_at: float  # or asked, which may be later if the store is unreachable
     question: int = 0  # its number in the store; 0: not asked yet
     is_decided: bool = False
-    what: str = ""  # in words, once this rank has reported it
+    what: str = ""  # as text, once this rank has reported it
 
 
 @contextmanager
@@ -425,7 +427,7 @@ def watching(
 
 
 def _own_connection(env: RankEnv) -> Store:
-    # To the store through which the ranks have met. That of the process group is taken while its
+    # A new connection to the ranks' store. The connection of the process group is blocked while its
     # main thread waits for a key.
     if env.store is not None:
         return FileStore(str(env.store), -1)
@@ -434,12 +436,12 @@ def _own_connection(env: RankEnv) -> Store:
         store = store.underlying_store
     if isinstance(store, TCPStore):
         return TCPStore(store.host, store.port, is_master=False, timeout=_CONNECT)
-    return store  # in memory, of a rank that is alone
+    return store  # the in-memory store of a single rank
 
 
 def _flight_record() -> str:
-    # What NCCL's flight recorder knows, as JSON; empty where there is none.
-    with suppress(Exception):  # a private function of torch, which may go
+    # The dump of NCCL's flight recorder, as JSON; empty without one.
+    with suppress(Exception):  # a private function of torch, which may disappear
         from torch._C import _distributed_c10d
 
         dump: Any = _distributed_c10d

@@ -1,4 +1,4 @@
-"""The length of a run: checked when the data is known, and judged by the loss at the end."""
+"""The length of a run: checked against the data at the start, and judged by the loss at the end."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def run_length(
     resume_from: CheckpointInfo | None,
     note: Callable[[str], None],
 ) -> tuple[int | None, Epochs | None]:
-    """The length of a run in steps, and its epochs; None: the length is a time, or is in steps.
+    """The length of a run in steps, and its epochs; None if the length is a time or in steps.
 
     Args:
         resolved: the run.
         data: its training data.
         resume_from: the checkpoint that the run resumes from.
-        note: called with each line for the user about a length that is odd.
+        note: called with each warning about an unusual length.
 
     Raises:
         ConfigErrors: the warm-up or the decay is longer than the run.
@@ -67,15 +67,15 @@ def unmoved(
     """A note if neither loss of a whole run fell by `_LEAST_FALL`; otherwise empty.
 
     The training loss is compared by the means of its first and last tenth, the validation loss by
-    its first and last value. Either alone would be wrong: a run may learn most before its first
+    its first and last value. Either loss alone would mislead: a run may learn most before its first
     validation, its validation loss may rise again, and its training loss may be noisy.
 
     Args:
         config: the run file.
-        losses, evals: step, loss and another figure of recorded steps and evaluations.
+        losses, evals: step, loss and a third value of each recorded step and evaluation.
     """
     if all(source.type == "fake" for source in config.data.sources):
-        return ""  # nobody can learn random tokens
+        return ""  # random tokens cannot be learned
     text = ""
     for name, points in (("training", losses), ("validation", evals)):
         found = [(step, loss) for step, loss, _ in points if isinstance(loss, float)]
@@ -92,7 +92,8 @@ def unmoved(
             f"{found[-1][0]}"
         )
     return text and (
-        f"{text}. The model has learned little or nothing: give it more steps (a larger "
-        "training.num_train_epochs or max_steps, a smaller training.global_batch_size), or change "
+        f"{text}. The model has learned little or nothing. Train for more steps (a larger "
+        "training.num_train_epochs or max_steps, or a smaller training.global_batch_size), or "
+        "change "
         f"training.learning_rate ({config.training.learning_rate:g})"
     )

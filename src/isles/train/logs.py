@@ -1,4 +1,4 @@
-"""Logging of a rank and of a verb, without warnings of libraries on which no user can act."""
+"""Logging of a rank and of a command, without library warnings that a user cannot act on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _NOISY = (
 
 
 def log_of_rank(rank: int) -> None:
-    """INFO from rank 0, WARNING from all, each line with its rank; a crash leaves its stack."""
+    """Log INFO from rank 0 and WARNING from all ranks, with the rank; print the stack on a
+    crash."""
     from transformers.utils import logging as transformers_logging
 
     faulthandler.enable()
@@ -26,7 +27,7 @@ def log_of_rank(rank: int) -> None:
 
 
 def log_of_verb(*, level: int = logging.INFO, form: str = "%(message)s") -> None:
-    """The log of a verb whose result goes to stdout: no library says anything but errors."""
+    """Set up the log of a command that prints its result to stdout: libraries only log errors."""
     from transformers.utils import logging as transformers_logging
 
     warnings.simplefilter("ignore")
@@ -38,15 +39,15 @@ def log_of_verb(*, level: int = logging.INFO, form: str = "%(message)s") -> None
 
 
 def silence_libraries() -> None:
-    """Let nothing below a warning through from libraries, and nothing below an error from torchao,
-    torch's pytrees and DeepSpeed.
+    """Hide the libraries' messages below WARNING, and below ERROR for torchao, torch's pytrees and
+    DeepSpeed.
 
-    transformers and peft import the three where they are installed, whether a run uses them or
-    not: they name each CUDA library that they cannot load, and a device that they have not found.
+    transformers and peft import these three if they are installed, even if a run does not use them.
+    Then they list each CUDA library that they cannot load, and each device that they do not find.
     """
     for name in _NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # DeepSpeed sets the level of its own logger as it is imported; a filter stays.
+    # DeepSpeed sets its logger's level during its import, but a filter stays.
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)

@@ -72,12 +72,12 @@ def train(parts: Parts) -> ExitCode:
 
 
 def outer_step(parts: Parts, decision: Decision) -> int:
-    """Average with other clusters where it is time; nothing in a run of one. All must call this.
+    """Average with other clusters if a round is due. All ranks must call this.
 
-    Only weights that are finite travel. After the last inner step all clusters end with the same.
+    Only finite weights are sent. After the last inner step all clusters have the same weights.
 
     Returns:
-        An exit code to stop with, as in `end_together`; 0: nothing but what was decided.
+        An exit code to stop with, as in `end_together`; 0: no further stop.
     """
     if parts.outer is None:
         return 0
@@ -85,39 +85,39 @@ def outer_step(parts: Parts, decision: Decision) -> int:
     if decision.outer or is_last:
         parts.check_finite()
     parts.outer.after_inner_step(has_commands=decision.outer)
-    if is_last or parts.progress.step == parts.total_steps:  # an average may have skipped to it
+    if is_last or parts.progress.step == parts.total_steps:  # an average may jump to it
         return end_together(parts)
     return 0
 
 
 def end_together(parts: Parts) -> int:
-    """After the last inner step: let all clusters end with the same weights. All must call this.
+    """Give all clusters the same weights after the last inner step. All ranks must call this.
 
     Returns:
-        An exit code to stop with: a stop was asked for while other clusters were waited for, and
-        whoever goes on from the checkpoint calls this again; 0: it is done.
+        An exit code if a stop was requested while this cluster waited for other clusters. The next
+        attempt then calls this function again. 0: done.
 
     Raises:
-        StopBeforeTraining: the run is to end at once, without saving.
+        StopBeforeTraining: the run must end immediately, without saving.
     """
     stop = 0 if parts.outer is None else parts.outer.finish()
     if stop >= NOW:  # a stop is an exit code, TIME_IS_UP or NOW
-        raise StopBeforeTraining(ExitCode.INTERRUPTED, "stopped at once, without saving")
+        raise StopBeforeTraining(ExitCode.INTERRUPTED, "stopped immediately, without saving")
     return stop
 
 
 def finish_together(parts: Parts) -> int:
-    """Of a run that was stopped after its last step: what was left to do. All must call this.
+    """Complete a run that was stopped after its last step. All ranks must call this.
 
     Returns:
-        As `end_together`; where it is a stop, everything is saved.
+        As `end_together`. If it is a stop, everything is saved.
 
     Raises:
-        TrainingError: other clusters have trained every step, so there is nothing of this run.
+        TrainingError: other clusters have trained every step, so this run has no result.
     """
     if parts.progress.step == parts.total_steps and not parts.progress.tokens:
         raise TrainingError(
-            f"this cluster has trained none of the {parts.total_steps} steps, so it exports no "
+            f"this cluster trained none of the {parts.total_steps} steps, so it does not export a "
             f"model: {FINISHED_WHAT}",
             where="outer",
             fix=FINISHED_FIX,

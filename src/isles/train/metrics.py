@@ -1,4 +1,4 @@
-"""Figures of a step and of an evaluation, gathered from every rank."""
+"""Metrics of a step and of an evaluation, gathered from every rank."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ _STAGE_AFTER = {
 class StepMeter:
     """Adds up losses and times between two recorded steps.
 
-    On a GPU only recorded steps are timed in parts, because that has to wait for the GPU; nothing
-    else here waits for it.
+    On a GPU only recorded steps are timed in parts, because timing a part has to wait for the GPU.
+    Nothing else here waits for it.
 
     Args:
-        flops_per_token: of training, forward and backward; with the peak of the GPU it gives the
-            model FLOPs utilisation, which a CPU or an unknown GPU has not.
-        memory_bytes: of this rank on its GPU in a step, as it was counted on paper.
+        flops_per_token: FLOPs of training, forward and backward. With the GPU's peak they give the
+            model FLOPs utilization. A CPU or an unknown GPU does not have it.
+        memory_bytes: calculated GPU memory of this rank in a step.
     """
 
     def __init__(self, world: World, flops_per_token: float, memory_bytes: float) -> None:
         self.clock = StepClock()
-        """Where this rank is in its step, for the watchdog."""
+        """The position of this rank in its step, for the watchdog."""
         self._world = world
         self._cuda = world.device.type == "cuda"
         self._memory_bytes: float | None = memory_bytes if self._cuda else None
         gpu = find_gpu(world.device_name) if self._cuda else None
         self._tokens_per_second_at_peak = gpu.bf16_flops / flops_per_token if gpu else None
         self.parts: dict[str, float | None] | None = None
-        """Where the time of the last recorded step went on this rank, seconds by part, of which
-        none contains another; communication includes waiting for other ranks."""
+        """Seconds of the last recorded step on this rank, by part. The parts do not overlap, and
+        communication includes the wait for other ranks."""
         self._last = dict.fromkeys(PHASES, 0.0)
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self._begin_row()
@@ -70,7 +70,7 @@ class StepMeter:
             self._mark_at = self._now()
 
     def mark(self, phase: str) -> None:
-        """A phase of the step is over."""
+        """End a phase of the step."""
         self.clock.at(_STAGE_AFTER[phase])
         if self._timing:
             now = self._now()
@@ -79,16 +79,16 @@ class StepMeter:
             self._mark_at = now
 
     def add(self, loss_sum: torch.Tensor) -> None:
-        """A micro-batch's summed loss on this rank."""
+        """Add a micro-batch's summed loss on this rank."""
         self._loss += loss_sum
 
     def step_done(self, *, tokens: int, loss_divisor: int, padding_share: float) -> None:
-        """A step is over.
+        """End a step.
 
         Args:
-            tokens: that all ranks read, trained or not, without padding.
-            loss_divisor: what its summed loss is divided by.
-            padding_share: of the places that all ranks computed.
+            tokens: read by all ranks, trained or not, without padding.
+            loss_divisor: divisor of the step's summed loss.
+            padding_share: share of padding in the positions that all ranks computed.
         """
         self._tokens += tokens
         self._loss_divisor += loss_divisor
@@ -96,7 +96,7 @@ class StepMeter:
         self._steps += 1
 
     def pause(self, phase: str) -> float:
-        """Time from now to `resume` belongs to this phase, not to a step. Returns now."""
+        """Count the time from now to `resume` for this phase, not for a step. Returns now."""
         self.clock.begin(phase)
         return time.perf_counter()
 
@@ -113,19 +113,19 @@ class StepMeter:
         blocks_s: float | None,
         sums: Mapping[str, torch.Tensor],
     ) -> dict[str, Any]:
-        """The figures since the last row, the same on every rank. All ranks must call this.
+        """The metrics since the last row, the same on every rank. All ranks must call this.
 
         Args:
             grad_norm: of the last step.
-            communication_s: of the last timed step; None: it is not known.
+            communication_s: of the last timed step; None: unknown.
             blocks_s: see `Balancer.blocks_s`.
-            sums: this rank's part of what the method tells besides the loss.
+            sums: this rank's part of the method's other metrics.
         """
         elapsed = time.perf_counter() - self._since
         if self._cuda:
             peak_bytes = float(torch.cuda.max_memory_allocated(self._world.device))
             self._compare(peak_bytes)
-        else:  # of the whole process
+        else:  # memory of the whole process
             peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
         seconds = {phase: took_s / max(1, self._timed) for phase, took_s in self._parts.items()}
         seconds["communication"] = math.nan if communication_s is None else communication_s
@@ -164,12 +164,10 @@ class StepMeter:
         return row
 
     def _compare(self, peak_bytes: float) -> None:
-        # Once: what was counted beforehand beside what was used.
+        # Once: the calculated memory next to the measured memory.
         if self._memory_bytes is not None:
             used, paper = format_bytes(int(peak_bytes)), format_bytes(int(self._memory_bytes))
-            log.info(
-                "GPU memory of rank %d: %s at most, %s on paper", self._world.rank, used, paper
-            )
+            log.info("GPU memory of rank %d: peak %s, calculated %s", self._world.rank, used, paper)
             self._memory_bytes = None
 
     def _begin_row(self) -> None:
@@ -188,18 +186,18 @@ class StepMeter:
 def waiting_s(
     own: tuple[float, float | None], ranks: Sequence[tuple[float, float | None]]
 ) -> float | None:
-    """Seconds of a rank's forward and backward pass in which it waited for slower ranks.
+    """Seconds of a rank's forward and backward pass that it spent waiting for slower ranks.
 
-    All ranks end a pass together where each block gathers its weights, so the rank whose blocks
-    took the largest part of its pass has waited for nobody. What all of them wait for, the
-    transfer itself, is not told apart from computing.
+    If each block gathers its weights, all ranks end a pass together. The rank whose blocks took the
+    largest part of its pass did not wait. The transfer itself, for which all ranks wait, counts as
+    computing.
 
     Args:
         own: seconds of the pass, and of the blocks' forward pass in it; None: not timed.
-        ranks: the same of all ranks.
+        ranks: the same values of all ranks.
 
     Returns:
-        None where some rank's blocks were not timed.
+        None if some rank's blocks were not timed.
     """
     took_s, blocks_s = own
     parts = [blocks / took for took, blocks in ranks if blocks is not None and took > 0]
@@ -214,16 +212,16 @@ def evaluate(
     """Mean loss over all ranks' batches. All ranks must call this.
 
     Args:
-        batches: this rank's part; all ranks have equally many.
-        counts: whether this rank is the one of those with the same rows that counts them.
+        batches: this rank's part; all ranks have the same number of batches.
+        counts: whether this rank counts its rows; one rank counts for all ranks with the same rows.
 
     Returns:
-        `loss` and `tokens`; where the loss is that of tokens (in nats), also `perplexity`, its
-        exponential; where it is that of pairs, `pairs` and what the method tells besides.
+        `loss` and `tokens`. A loss of tokens (in nats) also gives `perplexity`, its exponential. A
+        loss of pairs also gives `pairs` and the method's other metrics.
     """
     total = torch.zeros(3, dtype=torch.float64, device=world.device)
     of_pairs = False
-    engine.take_figures(of_training=False)  # of nothing that counts
+    engine.take_figures(of_training=False)  # discard metrics from before
     engine.model.eval()
     try:
         for batch in batches:
@@ -249,10 +247,10 @@ def evaluate(
 
 
 def score_probe(engine: Engine, mesh: Mesh, world: World, vocab_size: int) -> list[float] | None:
-    """The log-probability that the model gives to each row of the probe, on every rank.
+    """The model's log-probability of each row of the probe, on every rank.
 
-    A checkpoint keeps these scores, and each export of the checkpoint must give the same ones. All
-    ranks must call this. None: some score is not finite.
+    A checkpoint keeps these scores, and each export of the checkpoint must reproduce them. None if
+    some score is not finite. All ranks must call this.
     """
     tokens_BT = probe_tokens(vocab_size)
     size = mesh.layout.cp
@@ -265,7 +263,7 @@ def score_probe(engine: Engine, mesh: Mesh, world: World, vocab_size: int) -> li
     found = torch.zeros(len(tokens_BT), dtype=torch.float64)
     engine.model.eval()
     try:
-        # No other shape is compiled for it.
+        # The usual shape, so that nothing is compiled for the probe.
         with torch.compiler.set_stance("force_eager"):
             part = engine.row_scores(batch).double().cpu()
     finally:

@@ -30,19 +30,19 @@ from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
 
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Types of weights, by their names in safetensors."""
+"""Types of weights by their names in safetensors."""
 
 _TYPES = {str(dtype): dtype for dtype in _FLOATS.values()}
 
 _WEIGHTS = "isles-weights.json"
-"""Beside the files of a model that a run directory keeps: the type of its weights."""
+"""File with the type of a model's weights, next to the model files in a run directory."""
 
 Base = dict[str, str]
-"""What a checkpoint's manifest says of the frozen model: `name` and `fingerprint`."""
+"""Key of the frozen model in a checkpoint's manifest: its `name` and `fingerprint`."""
 
 
 def weights_dtype(precision: Precision) -> torch.dtype:
-    """What trained weights are held in."""
+    """Type of the trained weights."""
     return torch.bfloat16 if precision == "bf16-true" else torch.float32
 
 
@@ -65,11 +65,11 @@ def whole_model(
     *,
     frozen: torch.dtype | None = None,
 ) -> nn.Module:
-    """The run's model as it is before the first step, with its adapter; see `build_model`.
+    """The run's model before the first step, with its adapter; see `build_model`.
 
     Args:
-        tokenizer: of the run; None where it has none.
-        frozen: type of the weights beside an adapter; None: as in training.
+        tokenizer: of the run; None if it has none.
+        frozen: type of an adapter's frozen base weights. Default: as in training.
     """
     precision = config.training.precision
     return build_model(
@@ -84,13 +84,14 @@ def whole_model(
 
 
 def count_parameters(model: nn.Module, *, trained: bool = False) -> int:
-    """Numbers in a model, or those that are trained; a weight in 4 bits counts by its numbers."""
+    """Number of parameters, all or trained. A 4-bit weight counts its unpacked numbers."""
     return sum(_numel(p) for p in model.parameters() if p.requires_grad or not trained)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """What a run's model takes; see `architecture_of` and `flops_per_token`."""
+    """The architecture and the FLOPs of a run's model; see `architecture_of` and
+    `flops_per_token`."""
 
     known: Architecture
     flops_per_token: float
@@ -98,13 +99,13 @@ class ModelSize:
 
     @classmethod
     def of(cls, model: Any, seq_length: int) -> ModelSize:
-        """Of a model that was not cut yet."""
+        """The cost of a model that is not sharded yet."""
         vocab_size = int(model.config.get_text_config().vocab_size)
         return cls(architecture_of(model), flops_per_token(model, seq_length), vocab_size)
 
 
 def architecture_of(model: Any) -> Architecture:
-    """How a model is built, by its config; what its config does not say, by its parameters."""
+    """The architecture by the model's config, or by its parameters if the config is incomplete."""
     base = [p for name, p in model.named_parameters() if base_name(name) is not None]
     params = sum(map(_numel, base))
     try:
@@ -114,9 +115,10 @@ def architecture_of(model: Any) -> Architecture:
 
 
 def flops_per_token(model: Any, seq_length: int) -> float:
-    """Training FLOPs for one token of a model that was not cut yet; see `train_flops_per_token`."""
-    shape = model.config.get_text_config()  # of models that see or hear too, what reads text
-    # What is trained whole beside a frozen model has a copy there that computes nothing.
+    """Training FLOPs for one token of a model that is not sharded yet; see
+    `train_flops_per_token`."""
+    shape = model.config.get_text_config()  # for a multimodal model, its text part
+    # A fully trained module has a frozen copy in the base model, which does not compute.
     at_work = {n: p for n, p in model.named_parameters() if ".original_module." not in n}
     if not getattr(shape, "tie_word_embeddings", False):
         looked_up = {id(p) for p in model.get_input_embeddings().parameters()}
@@ -136,8 +138,8 @@ def agree_on_base(
     """The base model of a run with an adapter; None without one. All ranks must call this.
 
     Raises:
-        UserError: its files cannot be read, or are not the same on every machine, or the checkpoint
-            was taken with another model.
+        UserError: its files cannot be read or differ between machines, or the checkpoint was saved
+        with another model.
     """
     if config.adapter.type == "none":
         return None
@@ -147,9 +149,9 @@ def agree_on_base(
     for host, base in found:
         if base["fingerprint"] != first["fingerprint"]:
             raise UserError(
-                f"{config.model.name_or_path} is another model on {host} than on {first_host}",
+                f"{config.model.name_or_path} differs between {host} and {first_host}",
                 where=f"model.name_or_path on host {host}",
-                fix="give every machine the same files",
+                fix="copy the same files to every machine",
             )
     if resume_from is not None:
         check_base(first, resume_from)
@@ -157,7 +159,7 @@ def agree_on_base(
 
 
 def base_of(config: RunConfig) -> Base:
-    """The base model of a run with an adapter, as it lies here."""
+    """The base model on this machine of a run with an adapter."""
     name = config.model.name_or_path
     folder = Path(name).expanduser()
     return {
@@ -167,10 +169,10 @@ def base_of(config: RunConfig) -> Base:
 
 
 def keep_base(config: RunConfig, run_dir: RunDir) -> None:
-    """Keep what an export needs of the run's model in the run directory, unless it is there.
+    """Copy the model files that an export needs into the run directory, unless they exist.
 
-    The model's folder, or the cache of the hub, may be gone when the run is exported. Code of a
-    model is not kept, and an adapter needs the weights of its model anyway.
+    The model's folder or the Hugging Face cache may be deleted before an export. The code of a
+    model is not copied, and an adapter needs the weights of its model anyway.
     """
     model = config.model
     needs_more = config.adapter.type != "none" or model.trust_remote_code
@@ -189,9 +191,9 @@ def keep_base(config: RunConfig, run_dir: RunDir) -> None:
 
 
 def kept_base(config: RunConfig, run_dir: RunDir) -> RunConfig:
-    """The run file with the model's files that the run directory keeps, if it keeps any.
+    """The run file with the model files in the run directory, if the run directory has any.
 
-    They hold no weights.
+    These files do not contain weights.
     """
     if config.adapter.type != "none" or not run_dir.base.is_dir():
         return config
@@ -200,14 +202,14 @@ def kept_base(config: RunConfig, run_dir: RunDir) -> RunConfig:
 
 
 def base_files(config: ModelConfig) -> tuple[dict[str, Any], torch.dtype | None]:
-    """The config.json that a run begins with, and the type of the weights in the files.
+    """The config.json that a run starts with, and the type of the weights in its files.
 
     Returns:
-        The config, and the type that most numbers in the files have. If the files are not on this
-        machine, the type in the config. None for a model from scratch.
+        The config, and the type of most numbers in the files. If this machine does not have the
+        files, the type in the config. None for a model from scratch.
 
     Raises:
-        UserError: they cannot be found or read.
+        UserError: the files cannot be found or read.
     """
     from transformers.utils.hub import cached_file
 
@@ -235,15 +237,15 @@ def base_files(config: ModelConfig) -> tuple[dict[str, Any], torch.dtype | None]
 
 
 def with_base(config: RunConfig, checkpoint: CheckpointInfo) -> RunConfig:
-    """The run file of an adapter with its base model found, and checked, from any folder.
+    """The run file of an adapter, with its base model found and checked. Works in any folder.
 
     Raises:
-        UserError: its files are not there, or cannot be read, or are not those that the checkpoint
-            was taken with.
+        UserError: the files are missing or unreadable, or differ from the files that the checkpoint
+        was saved with.
     """
     name = config.model.name_or_path
     recorded = str((checkpoint.manifest.get("base") or {}).get("name", name))
-    # The checkpoint may come from a bucket, and trust in a model's code is trust in one folder.
+    # The checkpoint may come from a bucket, and trust in model code applies to one folder only.
     may_move = not config.model.trust_remote_code
     if may_move and not Path(name).expanduser().exists() and Path(recorded).exists():
         config = config.model_copy(
@@ -254,19 +256,19 @@ def with_base(config: RunConfig, checkpoint: CheckpointInfo) -> RunConfig:
 
 
 def check_base(base: Base, checkpoint: CheckpointInfo) -> None:
-    """An adapter means something only beside the weights that it was trained with.
+    """Check that an adapter's base weights are the weights that it was trained with.
 
     Raises:
-        UserError: the checkpoint was taken with others.
+        UserError: the checkpoint was saved with other weights.
     """
     before = checkpoint.manifest.get("base")
     if before is None or before.get("fingerprint") == base["fingerprint"]:
         return
     named = "" if before.get("name") == base["name"] else f", which was {before.get('name')}"
     raise UserError(
-        f"the weights of {base['name']} are not those that this adapter was trained beside{named}",
+        f"this adapter was trained with other weights than those in {base['name']}{named}",
         where=str(checkpoint.path),
-        fix="put the model back that the run began with, or start a new run with `--resume no`",
+        fix="restore the model that the run started with, or start a new run with `--resume no`",
     )
 
 
@@ -276,6 +278,6 @@ def _numel(parameter: nn.Parameter) -> int:
 
 
 def _vocab_size(config: RunConfig, tokenizer: Any) -> int | None:
-    # A tokenizer that was trained for the run decides how many tokens the model knows.
+    # A tokenizer that was trained for the run sets the model's vocabulary size.
     trained = tokenizer is not None and config.tokenizer.train_vocab_size is not None
     return len(tokenizer) if trained else None

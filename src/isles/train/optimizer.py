@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from isles.config.sections.training import TrainingConfig, missing_torchao
 
 _LEAST_NUMEL = 4096
-"""Tensors below this keep fp32 moments: they are nothing in sum, and norms mind the noise most."""
+"""Smaller tensors keep fp32 moments: they use little memory, and norms are sensitive to noise."""
 
 _LONGEST_BLOCK, _SHORTEST_BLOCK = 256, 32
-"""Numbers that share one scale; with fewer the scales would eat what the codes save."""
+"""Numbers that share one scale. Smaller blocks would spend the saved memory on scales."""
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -25,14 +25,14 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 def make_optimizers(
     config: TrainingConfig, model: nn.Module, *, seed: int = 0
 ) -> Sequence[Optimizer]:
-    """The optimizers of the run file over a model's parameters.
+    """The run file's optimizers over a model's parameters.
 
-    Weight decay falls on matrices only. Muon takes the matrices inside the blocks; embeddings,
-    the head, norms and biases go to AdamW, with the same learning rate (Muon's updates are scaled
-    to AdamW's size).
+    Weight decay applies to matrices only. Muon gets the matrices inside the blocks. Embeddings, the
+    head, norms and biases go to AdamW with the same learning rate, because Muon's updates are
+    scaled to AdamW's size.
 
     Args:
-        model: whose trained parameters have their memory, whole or sharded.
+        model: its trained parameters must be allocated, whole or sharded.
         seed: of stochastic rounding; the same on all ranks.
 
     Raises:
@@ -60,7 +60,7 @@ def make_optimizers(
             return [low_memory]
         case "sgd":
             groups = _decay_groups(config, trained)
-            # The fused kernel does not know shards; without it a step waits for the GPU.
+            # The fused kernel does not support shards. Without it, a step waits for the GPU.
             is_whole = not any(isinstance(p, DTensor) for p in trained)
             sgd = torch.optim.SGD(
                 groups, lr=config.learning_rate, momentum=config.momentum, fused=is_whole
@@ -85,7 +85,7 @@ def make_optimizers(
                 adjust_lr_fn="match_rms_adamw",
             )
             _start_momentum(muon)
-            return [muon, _adamw(config, rest)] if rest else [muon]  # adapters have none
+            return [muon, _adamw(config, rest)] if rest else [muon]  # an adapter has no rest
 
 
 class MuonFp32(torch.optim.Muon):
@@ -97,7 +97,7 @@ class MuonFp32(torch.optim.Muon):
     # torch's own iterates in bf16, which a CPU without AVX-512 emulates eight times slower.
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take a step; see `torch.optim.Muon`."""
+        """Step the parameters; see `torch.optim.Muon`."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -126,9 +126,9 @@ def _orthogonalised(matrix: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 def _start_momentum(optimizer: Optimizer) -> None:
-    # Begin with a momentum of zeros, which is the same mathematics. Left to itself, torch's fused
-    # SGD leaves garbage in the buffer when its first step is skipped, and a checkpoint taken before
-    # the first step lacks it.
+    # Start with a momentum of zeros, which is the same mathematics. Without it, torch's fused SGD
+    # leaves garbage in the buffer if its first step is skipped, and a checkpoint from before the
+    # first step lacks the buffer.
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -155,19 +155,19 @@ def _decay_groups(
 
 
 class LowMemoryAdamW(Optimizer):
-    """torchao's AdamW on this rank's part of each parameter: moments in 8 bits, bf16 weights that
-    are rounded at random, or both.
+    """torchao's AdamW on this rank's part of each parameter: 8-bit moments, stochastically rounded
+    bf16 weights, or both.
 
-    torchao is given plain tensors. Blocks of codes lie within rows, so that codes and scales are
-    cut like the matrix, and a checkpoint is loaded by any number of ranks, bit for bit. Random
-    numbers follow from the seed, the step and the place of the shard: ranks that hold the same
-    weights round them alike, and a resumed run rounds as it would have.
+    torchao gets plain tensors. Blocks of codes lie within rows, so codes and scales are sharded
+    like the matrix, and any number of ranks can load a checkpoint bit for bit. Random numbers
+    depend on the seed, the step and the place of the shard. Ranks with the same weights therefore
+    round them alike, and a resumed run rounds like an uninterrupted run.
 
     Args:
         groups: parameters with their `weight_decay`, whole or sharded (DTensors).
         eight_bit: hold the moments of matrices in 8 bits, other moments in fp32.
-        rounds_at_random: round weights in bf16 stochastically; with eight_bit off, moments have
-            the weights' type.
+        rounds_at_random: round bf16 weights stochastically. Without eight_bit, moments have the
+            weights' type.
         seed: of the random numbers; the same on all ranks.
 
     Source: Dettmers et al. 2022 (arXiv:2110.02861) for the 8-bit type and its blocks; Gupta et al.
@@ -195,7 +195,7 @@ class LowMemoryAdamW(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 block = _block_length(parameter) if eight_bit else None
-                # There from the start: a checkpoint before the first step has it too.
+                # Created at the start, so that a checkpoint before the first step includes it.
                 state = self.state[parameter] = {"step": torch.tensor(0.0)}
                 for moment in _MOMENTS:
                     state |= _zero_moment(moment, parameter, block, plain_dtype)
@@ -253,7 +253,7 @@ class LowMemoryAdamW(Optimizer):
         return int.from_bytes(digest, "big") >> 1
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over moments in place, bit for bit; torch's own would turn codes into floats.
+        """Load moments in place, bit for bit; torch's own method would turn codes into floats.
 
         Hyperparameters stay: they come from the run file.
         """
@@ -264,8 +264,8 @@ class LowMemoryAdamW(Optimizer):
 
 
 def _block_length(parameter: nn.Parameter) -> int | None:
-    # Numbers of a row that share a scale; None: this tensor keeps plain moments. It depends on
-    # what all ranks know alike, so that they hold the same kinds of state.
+    # Numbers of a row that share a scale; None: this tensor keeps plain moments. The result depends
+    # only on values that are equal on all ranks, so that ranks have the same kinds of state.
     if parameter.ndim < 2 or parameter.numel() < _LEAST_NUMEL:
         return None
     width = _local(parameter.data).shape[-1]
@@ -276,7 +276,7 @@ def _block_length(parameter: nn.Parameter) -> int | None:
 def _zero_moment(
     name: str, parameter: nn.Parameter, block: int | None, plain_dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    # A moment as checkpoints hold it: numbers, or codes and the scale of each block.
+    # A moment in checkpoint form: numbers, or codes and a scale per block.
     if block is None:
         return {name: torch.zeros_like(parameter.data, dtype=plain_dtype)}
     codes = torch.zeros_like(parameter.data, dtype=torch.uint8)
@@ -296,7 +296,7 @@ def _zero_moment(
 
 
 def _torchao_state(state: dict[str, Tensor], block: int | None) -> dict[str, Tensor]:
-    # The same memory in torchao's types.
+    # The same memory, as torchao's types.
     from torchao.optim.subclass_8bit import OptimState8bit
 
     found = {"step": state["step"]}
@@ -311,5 +311,5 @@ def _torchao_state(state: dict[str, Tensor], block: int | None) -> dict[str, Ten
 
 
 def _local(tensor: Any) -> Any:
-    # This rank's part of a tensor; whatever is not sharded as it is.
+    # This rank's part of a sharded tensor; other tensors unchanged.
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""All that the loop works with, on one rank."""
+"""The parts that the training loop uses on one rank."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from isles.train.progress import Progress
 from isles.train.record import Recorder
 from isles.train.stop import Agreement
 
-if TYPE_CHECKING:  # it imports a web client
+if TYPE_CHECKING:  # importing it loads a web client
     from isles.outer.trainer.outer import Outer
 
 
 @dataclass(slots=True)
 class Parts:
-    """All that the loop works with, on one rank."""
+    """The parts that the training loop uses on one rank."""
 
     resolved: Resolved
     run_dir: RunDir
@@ -69,15 +69,15 @@ class Parts:
 
     @property
     def checks_every_step(self) -> bool:
-        """Whether looking at a number waits for nothing, as on a CPU."""
+        """Whether reading a number does not wait, as on a CPU."""
         return self.world.device.type == "cpu"
 
     def is_due(self, every: int | None) -> bool:
-        """Whether something that happens every so many steps happens now."""
+        """Whether an action with this interval in steps is due now."""
         return every is not None and self.progress.has_reached(every)
 
     def record(self, *, lr: float, grad_norm: torch.Tensor) -> None:
-        """Record the step that is just over. All ranks must call this."""
+        """Record the step that has just ended. All ranks must call this."""
         figures = self.meter.row(
             grad_norm=grad_norm,
             communication_s=self.engine.communication_s(),
@@ -102,7 +102,8 @@ class Parts:
         )
 
     def shown(self) -> dict[str, Any]:
-        """What watchers see of this rank beside its stage. Waits for no GPU; of any thread."""
+        """Values that watchers see next to this rank's stage. Never waits for a GPU; any thread may
+        call."""
         split, dp_rank, device = self.loader.split, self.mesh.dp_rank, self.world.device
         found: dict[str, Any] = {
             "rows": split.rows[dp_rank],
@@ -117,9 +118,9 @@ class Parts:
         return found
 
     def rebalance(self, num_samples: int) -> None:
-        """Deal the rows anew where ranks have become faster or slower. All ranks must call this.
+        """Rebalance the rows if ranks have become faster or slower. All ranks must call this.
 
-        `num_samples`: of the step that is just over.
+        `num_samples`: samples of the step that has just ended.
         """
         is_whole = num_samples == self.loader.split.global_batch_size
         split = self.balancer.after_step(self.progress.step, is_whole=is_whole)
@@ -127,10 +128,10 @@ class Parts:
             self.loader.use(split)
 
     def close(self, *, is_over: bool) -> None:
-        """End what runs beside the loop.
+        """Stop the threads and connections next to the loop.
 
         Args:
-            is_over: whether it has ended as it should.
+            is_over: whether the run has finished normally.
         """
         self.loader.close()
         if self.outer is not None:
@@ -184,10 +185,11 @@ class Parts:
     def check_finite(self) -> None:
         """Stop if some step since the last check was not finite. All ranks must call this.
 
-        The engine has kept the weights of the last good step; they are saved before the error.
+        The engine keeps the weights of the last good step. They are saved before the error is
+        raised.
 
         Raises:
-            TrainingError: naming the step, the ranks and the sample indices.
+            TrainingError: with the step, the ranks and the sample indices.
         """
         good = self.engine.good_steps()
         if good is None:
@@ -197,7 +199,7 @@ class Parts:
         bad_step = self.progress.step + 1
         if self.world.is_main:
             self.checkpoints.forget_after(self.progress.step)
-        self.save(wait=True)  # first: whatever comes of the search, the weights are safe
+        self.save(wait=True)  # first, so that the weights are safe whatever the search finds
         bad_ranks = self._find_bad_ranks()
         if bad_ranks:
             what = f"the loss of step {bad_step} is not finite; {'; '.join(bad_ranks)}"
@@ -208,21 +210,21 @@ class Parts:
             what = (
                 f"the loss or the gradient of step {bad_step} is not finite (samples {samples})"
                 if bad_ranks is None
-                else f"the gradient of step {bad_step} is not finite, while every loss of it is "
+                else f"the gradient of step {bad_step} is not finite, although its losses are "
                 f"(samples {samples})"
             )
         raise TrainingError(
             what,
             where=f"step {bad_step}",
-            fix="lower training.learning_rate or lengthen training.warmup_steps, look at those "
-            "samples of the data, or use a wider precision (bf16-mixed, 32-true). The weights of "
-            f"step {self.progress.step}, the last good one, are saved",
+            fix="lower training.learning_rate or lengthen training.warmup_steps, inspect those "
+            "samples, or use a higher precision (bf16-mixed, 32-true). The weights of step "
+            f"{self.progress.step}, the last good step, are saved",
             id="loss.finite",
         )
 
     def _find_bad_ranks(self) -> list[str] | None:
-        # One line for each rank with a loss that is not finite, from the last good weights; None:
-        # some rank cannot read the step again, as a stream has passed its segment.
+        # One line per rank whose loss is not finite, from the last good weights. None if some rank
+        # cannot read the step again because its stream has passed the segment.
         try:
             data = self.loader.step(self.progress.samples)
         except PassedError:
@@ -237,7 +239,7 @@ class Parts:
         ]
         filler = data.micro_batches[0].sample(0)
         bad = []
-        # Where the model is sharded, all ranks must ask it equally often.
+        # All ranks must run a sharded model the same number of times.
         for index in range(max(self.world.gather(len(rows)))):
             sample, row = rows[index] if index < len(rows) else (None, filler)
             is_good = math.isfinite(float(self.engine.evaluate(row)))
@@ -294,7 +296,7 @@ class Parts:
 
 @functools.cache
 def _git_commit() -> str | None:
-    # The commit of the folder that the run was started in, if it is under git.
+    # The git commit of the folder that the run was started in, if any.
     try:
         result = subprocess.run(
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=False

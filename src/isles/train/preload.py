@@ -1,4 +1,4 @@
-"""Imports what every rank needs, once, in the fork server from which the ranks are forked."""
+"""Imports the modules of every rank once, in the fork server that forks the ranks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from isles.run.process import die_with_parent
 
 
 def preload() -> None:
-    """Import the worker and the code of the run's model; what fails is left to the ranks."""
-    # A signal to the whole process group is for the ranks, which save; this server must live.
+    """Import the worker and the code of the run's model. The ranks report an import that fails."""
+    # A signal to the process group is for the ranks, which save; this server must survive it.
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    # By itself it looks for the end of the agent only after its imports.
+    # By default the server checks whether the agent is alive only after its imports.
     die_with_parent()
-    # transformers imports torchao where it is installed, which asks the GPU what it can do as it is
-    # imported. A process that has done so cannot fork ranks that compute on the GPU.
+    # transformers imports torchao if it is installed, and torchao queries the GPU during its
+    # import. A process that has queried the GPU cannot fork ranks that compute on it.
     assert "torchao" not in sys.modules
-    # The others take half a second: the loss of object detection, what needs scipy, SageMaker.
+    # The others cost half a second: the object detection loss, users of scipy, and SageMaker.
     with contextlib.suppress(Exception), hidden("torchao", "scipy", "sklearn", "boto3"):
         from isles.config.resolve import load_resolved
         from isles.run.env import RUN_DIR
@@ -34,11 +34,11 @@ def preload() -> None:
         run_dir = RunDir(Path(os.environ[RUN_DIR]))
         resolved = load_resolved(run_dir.resolved.read_text(encoding="utf-8"))
         if resolved.config.training.script is not None:
-            return  # which is a process of its own
+            return  # which is a separate process
         refuse_kernels()
         try:
             importlib.import_module("torch")
-        except Exception:  # no rank can do without: end this process, and so the agent
+        except Exception:  # no rank can run: end this process, and so the agent
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)
@@ -52,8 +52,8 @@ def preload() -> None:
             transformers.AutoModelForCausalLM._model_mapping[type(config)]
 
 
-# What is imported stays: looking through it for garbage again and again takes a seventh of the time
-# here, and would copy its pages in every rank (https://docs.python.org/3/library/gc.html#gc.freeze).
+# Imported objects stay. Collecting them again and again costs a seventh of the time here, and would
+# copy their pages in every rank (https://docs.python.org/3/library/gc.html#gc.freeze).
 gc.disable()
 preload()
 gc.freeze()

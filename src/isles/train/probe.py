@@ -1,4 +1,4 @@
-"""How fast a rank is, and the largest micro-batch that fits on its GPU, by models of few layers."""
+"""The speed of a rank and its largest micro-batch, measured with models of few layers."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from isles.strategies.sequence import whole
 from isles.train.model import architecture_of, weights_dtype
 
 CPU_MICRO_BATCH_SIZE = 8
-"""On a CPU large micro-batches gain nothing: this, or the largest divisor of the rank's rows below
-it."""
+"""Micro-batch size on a CPU, where large micro-batches do not help: this, or the largest divisor
+of the rank's rows below it."""
 
 _PLAUSIBLE = 4
-"""A rank is not tried with micro-batches of more than so many times its even part of the rows."""
+"""Largest micro-batch to try, as a multiple of a rank's even part of the rows."""
 
 _MEMORY_SHARE = 0.9
-"""Of the GPU's memory that a micro-batch may fill; the rest is for fragmentation."""
+"""Share of the GPU's memory that a micro-batch may fill; the rest is for fragmentation."""
 
 
 def even_micro_batch(rows: int, largest: int, before: int | None) -> int:
@@ -43,8 +43,8 @@ def even_micro_batch(rows: int, largest: int, before: int | None) -> int:
     Args:
         rows: of the rank in a step.
         largest: most rows of a micro-batch.
-        before: the size that the run has had, which it keeps where it divides the rows: another
-            adds the same numbers in another order.
+        before: the run's earlier size, which stays if it divides the rows. Another size adds the
+            same numbers in another order.
     """
     if before is not None and rows % before == 0:
         return before
@@ -59,13 +59,13 @@ def measure_curve(
     world: World,
     most_rows: int | None,
 ) -> tuple[Curve | None, bool]:
-    """How fast this rank is and how many rows fit, None where not even one does; and whether what
-    was measured settled. All ranks must call this.
+    """The speed of this rank and the number of rows that fit, and whether the measurement settled.
+    All ranks must call this.
 
     Args:
-        model: the real one, of which only shapes are looked at: it may lie on the meta device.
-        strategy: how the model is held; it decides what memory is left.
-        most_rows: of a micro-batch, if the run file says so; on a CPU see `cpu_micro_batch`.
+        model: the real model, used for its shapes only; it may be on the meta device.
+        strategy: decides the memory that the model leaves free.
+        most_rows: of a micro-batch, if the run file sets it; on a CPU see `cpu_micro_batch`.
     """
     shape: Any = model.config
     text, training, layout = shape.get_text_config(), config.training, mesh.layout
@@ -121,8 +121,8 @@ def measure_curve(
 def cpu_micro_batch(
     model: nn.Module, config: RunConfig, strategy: Strategy, mesh: Mesh, world: World
 ) -> int:
-    """The most rows of a micro-batch on CPUs: `CPU_MICRO_BATCH_SIZE`, or fewer if a rank's part of
-    the machine's or container's memory is smaller. All ranks must call this."""
+    """The most rows of a micro-batch on CPUs: `CPU_MICRO_BATCH_SIZE`, or fewer if the rank's share
+    of the machine's or container's memory is too small. All ranks must call this."""
     mine = min(world.gather(memory().total // world.local_world_size))
     size, rows = architecture_of(model), CPU_MICRO_BATCH_SIZE
     while rows > 1:
@@ -134,14 +134,14 @@ def cpu_micro_batch(
 
 
 def standing_bytes(model: nn.Module, config: RunConfig, strategy: Strategy, mesh: Mesh) -> float:
-    """What a rank holds beside activations: weights, gradients, optimizer state, and what is
-    gathered of them."""
+    """Bytes of a rank without activations: weights, gradients, optimizer state, and gathered
+    weights."""
     return step_memory(architecture_of(model), config, strategy, mesh.layout, rows=1).standing
 
 
 class WithLoss(nn.Module):
-    """A model and the loss that its engine will compute, of as many rows as its samples have, and
-    with what keeps documents of a row apart where the data does."""
+    """A model with the loss that its engine will compute. A sample has as many rows as in training,
+    and documents in a row are kept apart if the data does so."""
 
     def __init__(self, model: nn.Module, config: RunConfig) -> None:
         super().__init__()
@@ -151,12 +151,12 @@ class WithLoss(nn.Module):
         self._isolates = isolates_any(config.data)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """The summed loss when each token is its own target."""
+        """The summed loss with each token as its own target."""
         rows_BT = tokens_BT.repeat(self._rows_per_sample, 1)
         batch = Batch(rows_BT, rows_BT, ())
         if self._isolates:
             length = rows_BT.shape[1]
-            # Two documents a row: of one, transformers would make no mask.
+            # Two documents per row, because transformers makes no mask for one.
             positions_T = torch.arange(length, device=rows_BT.device) % (-(-length // 2))
             positions_BT = positions_T.repeat(len(rows_BT), 1)
             batch = replace(

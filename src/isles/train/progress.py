@@ -1,4 +1,4 @@
-"""How far a run has come."""
+"""The progress of a run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class Progress:
     """Counts of the whole run, over all its attempts.
 
     Args:
-        samples: the global cursor, the index of the next sample; where a cluster shares the samples
-            with others, it counts the cluster's own.
+        samples: the global cursor, which is the index of the next sample. In a cluster that shares
+            samples with other clusters, it counts the cluster's own samples.
         tokens: read by the model, without padding, trained on or not.
         target_tokens: trained on.
         elapsed_s: seconds of training in earlier attempts.
@@ -34,12 +34,12 @@ class Progress:
 
     @classmethod
     def fresh(cls) -> Progress:
-        """Of a run that begins."""
+        """The progress of a new run."""
         return cls(step=0, samples=0, tokens=0, target_tokens=0, elapsed_s=0.0)
 
     @classmethod
     def from_manifest(cls, manifest: Mapping[str, Any]) -> Progress:
-        """Of a run that goes on from a checkpoint."""
+        """The progress of a run that resumes from a checkpoint."""
         return cls(
             step=int(manifest["step"]),
             samples=int(manifest["samples"]),
@@ -50,11 +50,11 @@ class Progress:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of training, over all attempts."""
+        """Seconds of training over all attempts."""
         return self._elapsed_before_s + time.monotonic() - self._began
 
     def advance(self, *, samples: int, tokens: int, target_tokens: int) -> None:
-        """One inner step is done; `samples` is the new cursor, the tokens are the step's."""
+        """Count one inner step. `samples` is the new cursor; the token counts are for this step."""
         self._step_before = self.step
         self.steps_here += 1
         self._history.append((self.step, self.samples, self.tokens, self.target_tokens))
@@ -64,11 +64,11 @@ class Progress:
         self.target_tokens += target_tokens
 
     def forget_history(self) -> None:
-        """Every step so far was good."""
+        """Confirm that every step so far was good."""
         self._history.clear()
 
     def rewind_to(self, steps_here: int) -> None:
-        """Back to the last step whose weights are kept.
+        """Go back to the last step whose weights are kept.
 
         Args:
             steps_here: inner steps of this attempt, since `forget_history` or later.
@@ -80,9 +80,9 @@ class Progress:
             self.steps_here = steps_here
 
     def skip_to(self, step: int) -> None:
-        """Take a later number for the step that was done last: other clusters have it."""
+        """Give the last step a later number, which other clusters have reached."""
         self.step = max(self.step, step)
 
     def has_reached(self, every: int) -> bool:
-        """Whether the step that was done last, or one that it has skipped, is a multiple."""
+        """Whether the last step, or a step number that it skipped, is a multiple of `every`."""
         return self.step // every > self._step_before // every

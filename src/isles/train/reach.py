@@ -1,4 +1,4 @@
-"""What the data asks of an adapter, and what the adapter cannot change."""
+"""Warnings about data that an adapter cannot learn."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ _SHOWN = 8
 def adapter_notes(
     config: RunConfig, model: Any, tokenizer: Any, training: Dataset
 ) -> Iterator[str]:
-    """Lines for the user about what this run cannot learn with its adapter. Of one rank."""
+    """Warnings for the user about weights that the adapter does not train. One rank calls this."""
     share, names = beyond_adapter(model)
     if names:
         yield (
-            f"the adapter reaches no expert: {', '.join(names)} hold {share:.0%} of the model's "
-            "weights in stacks of matrices, which are not linear layers, and stay as they are. "
+            f"the adapter trains no experts: {', '.join(names)} have {share:.0%} of the model's "
+            f"weights "
+            "in stacked matrices instead of linear layers, so they stay unchanged. "
             "adapter.type: none trains them"
         )
     if tokenizer is None:
@@ -42,23 +43,23 @@ def adapter_notes(
     more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
     if getattr(model.config.get_text_config(), "tie_word_embeddings", False):
         fix = (
-            "use a base that knows them (its -Instruct model), or another "
+            "use a base model that knows them (its -Instruct version), another "
             "tokenizer.chat_template, or adapter.type: none"
         )
     else:
         fix = f"add adapter.modules_to_save: [{', '.join(untrained)}]"
     yield (
-        f"the data uses {shown}{more}, which the base has never trained: the row in "
+        f"the data uses {shown}{more}, which the base model has not learned. The row in "
         f"{' and '.join(untrained)} is zero, tiny or equal to another token's, and the adapter "
-        f"does not change it, so that the model may never write the token; {fix}"
+        f"does not change it, so the model may never write the token; {fix}"
     )
 
 
 def _tokens(training: Dataset) -> list[int]:
-    # Tokens that the first samples read or train on, without padding.
+    # The tokens that the first samples read or train on, without padding.
     count = min(_SAMPLES, training.num_samples)
-    # Lengths first: a stream keeps the segments of all these samples then. Reading the samples one
-    # by one would pass them.
+    # Read lengths first, so that a stream keeps the segments of all these samples. Reading the
+    # samples one at a time would drop the segments.
     lengths = training.lengths(np.arange(count)).reshape(-1)
     rows = training.rows(np.arange(count))
     is_read = np.arange(rows.input_ids_BT.shape[1]) < lengths[:, None]

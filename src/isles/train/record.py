@@ -1,4 +1,4 @@
-"""What rank 0 shows the outside: status.json, and rows for the trackers that it opens."""
+"""The outputs of rank 0 while it trains: status.json, and rows for the trackers."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ log = logging.getLogger(__name__)
 
 _STATUS_EVERY_S = 0.5
 _HEARTBEAT_S = 5.0
-"""status.json is written so often at least, so that it can be seen from afar that rank 0 lives."""
+"""Longest time in seconds between two writes of status.json, the heartbeat of rank 0."""
 _MOST_NOTES, _LONGEST_NOTE = 100, 2000
-"""Notes in status.json, the newest, and their characters. The log has all notes."""
+"""Number of newest notes in status.json, and characters of each. The log has all notes."""
 
 
 class Recorder:
-    """Writes status.json, and hands rows to the trackers. Does nothing on other ranks than 0.
+    """Writes status.json and sends rows to the trackers. Does nothing on ranks other than 0.
 
     Args:
         is_main: whether this is rank 0.
         world_size: ranks in the run.
-        last_step: takes the number of each step; None: nothing does.
-        live: live.json, whose means are added to the rows of steps; None: they are not.
-        heartbeat_s: how often status.json is written at least.
+        last_step: called with the number of each step, if given.
+        live: live.json; if given, its means are added to the rows of steps.
+        heartbeat_s: longest time between two writes of status.json.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class Recorder:
             threading.Thread(target=self._write_regularly, name="status", daemon=True).start()
 
     def use(self, trackers: Trackers) -> None:
-        """The trackers that take rows from now on."""
+        """Set the trackers that get rows from now on."""
         self._trackers = trackers
         if self._sampled is not None:
-            self._sampled.since_last()  # what was before the first step
+            self._sampled.since_last()  # drop samples from before the first step
 
     def phase(self, phase: str, detail: str = "") -> None:
-        """What the run does now: starting, preparing data, training, saving …"""
+        """Set the run's current phase: starting, preparing data, training, saving …"""
         if not self._is_main:
             return
         if (phase, detail) != (self.status["phase"], self.status["detail"]):
@@ -104,7 +104,7 @@ class Recorder:
         """Other fields of status.json.
 
         Args:
-            progresses: the run comes further; False: it waits.
+            progresses: whether the run makes progress; False: it waits.
         """
         self.status |= fields
         if progresses:
@@ -113,25 +113,25 @@ class Recorder:
             self._write()
 
     def note(self, text: str) -> None:
-        """A line for the user, logged and shown once. Any thread may call this."""
+        """Log a line for the user and show it once. Any thread may call this."""
         log.warning("%s", text)
         self._notes.append(text[:_LONGEST_NOTE])
         self._num_notes += 1
         if self._is_main and threading.current_thread() is threading.main_thread():
-            self._write()  # a note of another thread is in the next status
+            self._write()  # a note from another thread goes into the next status
 
     def finished(self, summary: dict[str, Any]) -> None:
-        """Final figures of the run, for the trackers."""
+        """Send the run's final metrics to the trackers."""
         self._summary = summary
 
     def step_done(self, step: int) -> None:
-        """Note how far the ranks have come, in case one of them dies."""
+        """Record the ranks' progress, in case a rank dies."""
         self._progress_at = time.time()
         if self._last_step is not None:
             self._last_step.note(step)
 
     def row(self, row: dict[str, Any]) -> None:
-        """One recorded step or evaluation, to every tracker."""
+        """Send a recorded step or evaluation to every tracker."""
         if not self._is_main:
             return
         if self._sampled is not None and row["kind"] == "train":
@@ -139,7 +139,7 @@ class Recorder:
         self._trackers.log({name: _finite(value) for name, value in row.items()})
 
     def close(self) -> None:
-        """Close the trackers, which takes half a minute at most, and write the last status."""
+        """Close the trackers, in half a minute at most, and write the last status."""
         if self._is_main:
             self._write()
             self._trackers.close(self._summary)
@@ -149,7 +149,7 @@ class Recorder:
             self._last_step.close()
 
     def _write_regularly(self) -> None:
-        # A sign of life, also while the main thread is busy with one long thing.
+        # The heartbeat, also while the main thread is busy with one long task.
         while not self._is_closed.wait(self._heartbeat_s):
             if time.time() - self._written_at >= self._heartbeat_s:
                 self._write(is_heartbeat=True)
@@ -157,7 +157,7 @@ class Recorder:
     def _write(self, *, is_heartbeat: bool = False) -> None:
         with self._writing:
             if is_heartbeat and self._is_closed.is_set():
-                return  # the last status stays
+                return  # keep the last status
             self._written_at = time.time()
             record = {name: _finite(value) for name, value in list(self.status.items())}
             if self._notes:
@@ -165,21 +165,21 @@ class Recorder:
             record |= {"progress_at": self._progress_at, "updated_at": self._written_at}
             try:
                 write_record(self._run_dir.status, record, durable=False)
-            except OSError as error:  # a full disk must not end training before a save says so
+            except OSError as error:  # a full disk must not end training before a save fails
                 log.warning("status.json could not be written: %s", error)
 
 
 def _finite(value: Any) -> Any:
-    # JSON knows neither NaN nor infinity.
+    # JSON does not support NaN and infinity.
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def check_outside(resolved: Resolved, run_dir: RunDir, recorder: Recorder, world: World) -> None:
-    """Check what the run will need outside, before hours are spent. All ranks must call this.
+    """Check the trackers and the upload before hours are spent. All ranks must call this.
 
     Raises:
-        UserError: a tracker lacks its package, its server's address or its key, or the hub would
-            refuse the upload at the end and nothing is saved yet; on every rank.
+        UserError: a tracker lacks its package, server address or key. Or Hugging Face would refuse
+        the upload at the end, and nothing is saved yet. Every rank raises it.
     """
 
     def check() -> None:
@@ -191,19 +191,19 @@ def check_outside(resolved: Resolved, run_dir: RunDir, recorder: Recorder, world
                     resolve_mode(section, run_dir.path)
                 except UserError:
                     raise
-                except Exception:  # a package that is there and broken; `make_trackers` says so
+                except Exception:  # an installed but broken package; `make_trackers` reports it
                     log.debug("wandb failed", exc_info=True)
         repo = config.checkpoint.push_to_hub
         if repo is None:
             return
-        recorder.phase("starting", f"asking the hub about {repo}")
+        recorder.phase("starting", f"asking Hugging Face about {repo}")
         try:
             check_push(repo)
         except UserError as error:
             if not list_checkpoints(run_dir):
                 raise
-            # Hours are spent already: a hub that is away for a moment must not end a run that
-            # restarts.
+            # Hours are spent already: a hub that is unreachable for a moment must not end a run
+            # that restarts.
             recorder.note(f"{error.where}: {error.what}; the upload at the end may fail")
 
     world.main_first(check, group=world.work)
@@ -212,7 +212,7 @@ def check_outside(resolved: Resolved, run_dir: RunDir, recorder: Recorder, world
 def make_trackers(
     resolved: Resolved, run_dir: RunDir, recorder: Recorder, world: World, *, step: int
 ) -> Trackers:
-    """Open the trackers on rank 0; on other ranks there are none."""
+    """Open the trackers on rank 0; other ranks get an empty list."""
     if not world.is_main:
         return Trackers([])
     local: list[Tracker] = [JsonlTracker(run_dir.metrics, resumed_step=step)]
@@ -223,7 +223,7 @@ def make_trackers(
         try:
             match section:
                 case JsonlConfig():
-                    continue  # every run writes it: status and loss.png are made from it
+                    continue  # every run writes it, for status and loss.png
                 case TensorBoardConfig():
                     local.append(TensorBoardTracker(run_dir.tensorboard, resumed_step=step))
                     continue
@@ -237,9 +237,9 @@ def make_trackers(
                     open_tracker = functools.partial(MLflowTracker, section, facts)
                 case _:
                     assert_never(section)
-        except Exception as error:  # a curve is not worth a run; the traceback says why
+        except Exception as error:  # a failed tracker must not end a run; the traceback shows why
             log.info("%s failed", section.kind, exc_info=True)
-            recorder.note(f"{section.kind} failed and is left out; training goes on: {error}")
+            recorder.note(f"{section.kind} failed; training continues without it: {error}")
         else:
             remote.append(Background(section.kind, open_tracker, print_line=recorder.note))
     return Trackers(local, remote, recorder.note)

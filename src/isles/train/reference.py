@@ -1,7 +1,7 @@
 """The reference of DPO: log-probabilities of each answer by the model before training.
 
-Every pair is scored once, by all ranks together, before the first step. No second model lies in
-memory then, and no step runs one.
+All ranks together score every pair once before the first step. So no second model needs memory
+during training, and no step runs a second model.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from isles.train.record import Recorder
 log = logging.getLogger(__name__)
 
 _KEEP_EVERY_S = 300.0
-"""What was scored is written down this often, so that a kill loses little."""
+"""Seconds between two writes of the scores, so that a killed run loses little."""
 
 _BATCHES_AT_ONCE = 16
 
 
 def pairs_read(config: RunConfig, total_steps: int | None, epochs: Epochs | None) -> int | None:
-    """How many global indices a run reads, from the first on; None: perhaps all.
+    """The number of global indices that a run reads from the first on; None: perhaps all.
 
-    A cluster of several reads what it is leased, which may be any.
+    In a run of several clusters, a cluster reads its leased samples, which may be any.
     """
     if epochs is not None:
         return epochs.end
@@ -61,16 +61,16 @@ def score_reference(
     num_samples: int | None,
     micro_batch_size: int,
 ) -> None:
-    """Give a dataset the scores of its first samples by the model as it is now.
+    """Score a dataset's first samples with the current model and attach the scores.
 
     All ranks must call this, before any checkpoint is loaded.
 
     Args:
-        run_dir: keeps the scores for later starts.
+        run_dir: keeps the scores for later attempts.
         part: training or validation.
-        dataset: of pairs; None: there is none.
-        num_samples: how many global indices will be read; None: perhaps all.
-        micro_batch_size: pairs of a forward pass.
+        dataset: of pairs; None if there is none.
+        num_samples: number of global indices that will be read; None: perhaps all.
+        micro_batch_size: pairs per forward pass.
     """
     if dataset is None:
         return
@@ -102,11 +102,11 @@ def score_reference(
 def _score(
     engine: Engine, mesh: Mesh, world: World, dataset: Dataset, numbers: Any, size: int
 ) -> Any:
-    # Scores of these samples, [len(numbers), 2], on every rank.
+    # The scores of these samples, [len(numbers), 2], on every rank.
     share = -(-len(numbers) // mesh.dp_size)
     mine = slice(mesh.dp_rank * share, (mesh.dp_rank + 1) * share)
     found = torch.zeros((share * mesh.dp_size, 2), dtype=torch.float64)
-    # All go through the model equally often: where pairs run out, some are scored twice.
+    # All ranks run the model the same number of times; some pairs may be scored twice.
     padded = np.resize(numbers, share * mesh.dp_size)
     place = mine.start
     for batch in numbered_batches(dataset, padded[mine], size, world.device):
@@ -120,27 +120,27 @@ def _score(
 
 
 def give_scores(dataset: Dataset, num_samples: int, path: Path) -> None:
-    """Give a dataset of pairs the scores that its run has kept at `path`, for the first global
+    """Attach the scores that the run keeps at `path` to its dataset of pairs, for the first global
     indices.
 
     Raises:
-        UserError: the run has not scored all of these.
+        UserError: the run has not scored all these samples.
     """
     scores = _known(dataset, path)
     wanted = _wanted(dataset, num_samples)
     if missing := int(np.isnan(scores[wanted, 0]).sum()):
         raise UserError(
-            f"{missing} of {len(wanted)} pairs have no score of the model before training",
+            f"{missing} of {len(wanted)} pairs have no score from the model before training",
             where=str(path),
             fix=f"give --samples {len(wanted) - missing} or fewer"
             if missing < len(wanted)
-            else "let `isles train` go on with this run: it scores them at its start",
+            else "resume this run with `isles train`: it scores them when it starts",
         )
     dataset.reference = scores
 
 
 def _known(dataset: Dataset, path: Path) -> Any:
-    # What an earlier start has scored of the same data, [num_samples, 2]; NaN elsewhere.
+    # The scores of an earlier attempt on the same data, [num_samples, 2]; NaN if missing.
     unknown = np.full((dataset.num_samples, 2), np.nan, dtype=np.float32)
     if not path.is_file():
         return unknown
@@ -153,12 +153,12 @@ def _known(dataset: Dataset, path: Path) -> Any:
                 else unknown
             )
     except (OSError, ValueError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
-        log.warning("reference scores=%s cannot be read, scoring anew: %s", path, error)
+        log.warning("cannot read the reference scores in %s, scoring again: %s", path, error)
         return unknown
 
 
 def _wanted(dataset: Dataset, num_samples: int | None) -> Any:
-    # Numbers of the samples that the first global indices lead to, each once.
+    # The distinct sample numbers of the first global indices.
     total = dataset.num_samples
     if num_samples is None or num_samples >= total:
         return np.arange(total)

@@ -1,4 +1,4 @@
-"""The copy of a run in `checkpoint.remote`, as rank 0 keeps it and goes on from it."""
+"""The copy of a run in `checkpoint.remote`: rank 0 uploads to it and resumes from it."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def find_checkpoint_to_load(
     world: World,
     recorder: Recorder,
 ) -> tuple[CheckpointInfo | None, Uploader | None]:
-    """The newest whole checkpoint here or at `checkpoint.remote`, brought to rank 0's disk; and
-    what sends later ones there, on rank 0. All ranks must call this.
+    """The newest intact checkpoint, from this disk or from `checkpoint.remote`, on rank 0's disk.
+    Also the uploader of later checkpoints, on rank 0. All ranks must call this.
 
     Args:
-        asked: a checkpoint that was asked for by name; None: the newest.
+        asked: a checkpoint that the user named. Default: the newest.
 
     Raises:
-        UserError: another machine trains the run; or the bucket does not answer, and there is
-            nothing here to go on with.
+        UserError: another machine trains the run; or the bucket does not answer and this disk has
+        no checkpoint.
         TrainingError: as `latest_good` and `sound_checkpoint`.
     """
     url, kept = config.remote, list[Uploader]()
@@ -56,11 +56,12 @@ def find_checkpoint_to_load(
             else:
                 _bring_newest(copy, run_dir, report, recorder.note)
         except UserError as error:
-            # Hours are spent already: a bucket that is away for a moment must not end the run.
+            # Hours are spent already: a bucket that is unreachable for a moment must not end the
+            # run.
             is_here = list_checkpoints(run_dir) if asked is None else asked.is_dir()
             if error.id != "checkpoint.bucket" or not is_here:
                 raise
-            recorder.note(f"{error.what}; going on with what is on this disk")
+            recorder.note(f"{error.what}; resuming from the checkpoints on this disk")
         report("reading it back")
         return _load(run_dir, asked)
 
@@ -92,14 +93,14 @@ def _bring_newest(
         good = latest_good(run_dir)
     except TrainingError as error:
         note(f"{error.what}; looking for one at {copy.url}")
-    if good is None or good.step < here[-1].step:  # those here are broken
+    if good is None or good.step < here[-1].step:  # the local checkpoints are broken
         bring_newer(copy, run_dir, report, note, than=good.step if good is not None else -1)
 
 
 def finish_copy(
     uploader: Uploader | None, code: ExitCode, recorder: Recorder, *, has_model: bool
 ) -> None:
-    """Send what is left, and say what could not be sent. Only rank 0 has an uploader."""
+    """Upload the remaining files and report failed uploads. Only rank 0 has an uploader."""
     if uploader is None:
         return
     if code is ExitCode.HANDOVER:

@@ -25,19 +25,19 @@ log = logging.getLogger(__name__)
 _STUCK_S = 3.0
 _LOOK_S = 0.5
 _NOW_S = 10.0
-"""How long a step may go on that is to be ended without saving."""
+"""Seconds that a step may take after a request to end without saving."""
 
 NOW = 1000
 """Not an exit code: end at this step, without saving."""
 
 TIME_IS_UP = 1
-"""Not an exit code: the run's length is a time, and it is over."""
+"""Not an exit code: the run's length is a time that has passed."""
 
 _CODES = {
     signal.SIGINT: ExitCode.INTERRUPTED,
     signal.SIGTERM: ExitCode.REQUEUE,
     signal.SIGUSR1: ExitCode.REQUEUE,
-    # From the agent alone, and the least of them: a stop that a user wants comes first.
+    # Sent by the agent only, with the lowest priority: a user's request to stop comes first.
     signal.SIGUSR2: ExitCode.HANDOVER,
 }
 
@@ -49,7 +49,7 @@ _KIND_SIGNALS: dict[StopKind, signal.Signals] = {
 
 
 class StopBeforeTraining(BaseException):
-    """A stop was asked for while there is nothing to save: before the first step, or at once."""
+    """A requested stop without a save: before the first step, or immediately."""
 
     def __init__(
         self, code: ExitCode, reason: str = "stopped before the first step; nothing was lost"
@@ -62,20 +62,20 @@ class StopBeforeTraining(BaseException):
 class StopSignals:
     """SIGINT asks to save and stop with 130, SIGTERM and SIGUSR1 with 85, SIGUSR2 with 84.
 
-    So does a request that `isles stop` has left in the attempt's folder. Main thread only.
+    A request file of `isles stop` in the attempt's folder does the same. Main thread only.
 
     Args:
-        attempt: whose folder is looked at for requests; None: none is.
+        attempt: its folder is checked for requests; None: no folder.
     """
 
     def __init__(self, attempt: Attempt | None = None) -> None:
         self.requested = 0
         self.was_requested = False
-        """Whether the stop came by a request in the attempt's folder."""
+        """Whether a request in the attempt's folder caused the stop."""
         self._is_now = False
         self._training = False
         self._before = {number: signal.signal(number, self._handle) for number in _CODES}
-        # A rank that waits for another inside of torch runs no handler: a thread notices for it.
+        # A rank that waits inside torch does not run handlers, so a thread acts for it.
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -86,30 +86,30 @@ class StopSignals:
 
     @property
     def stop_code(self) -> int:
-        """What this rank asks for at the end of the step: an exit code, NOW, or 0."""
+        """This rank's request for the end of the step: an exit code, NOW, or 0."""
         return NOW if self._is_now else self.requested
 
     def training_begins(self) -> None:
-        """From now on a signal waits for the end of a step."""
+        """Delay signals until the end of a step from now on."""
         self._training = True
 
     def restore(self) -> None:
-        """Give the signals back."""
+        """Restore the signal handlers."""
         self._is_over.set()
         signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def _watch(self, reader: int) -> None:
-        # End a rank that must stop and is stuck before the first step: nothing is lost.
+        # End a rank that must stop but is stuck before the first step. Nothing is lost.
         number = os.read(reader, 1)[0]
         is_over = self._is_over.wait(_STUCK_S)
         if not is_over and not self._training and not self.requested:
             os._exit(_CODES[signal.Signals(number)])
 
     def _look(self, attempt: Attempt) -> None:
-        # Turn a request in the attempt's folder into the signal that means the same. Where that
-        # folder is gone, the rank ends: it may have no agent of ours that would end it.
+        # Turn a request in the attempt's folder into the equivalent signal. If that folder is gone,
+        # end the rank, because no agent may be left to end it.
         last: StopKind | None = None
         while not self._is_over.wait(_LOOK_S):
             if (gone := deleted(attempt)) is not None:
@@ -117,7 +117,7 @@ class StopSignals:
                 os._exit(gone.exit_code)
             try:
                 request = read_stop_request(attempt) if attempt.stop_request.exists() else None
-            except OSError:  # a disk of the network, while the file is replaced: looked at again
+            except OSError:  # a network disk, while the file is replaced: retried
                 continue
             if request is None or request.kind == last:
                 continue
@@ -137,12 +137,12 @@ class StopSignals:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What all ranks do at the end of this step.
+    """The action of all ranks at the end of this step.
 
     Args:
-        stop: exit code to stop with, TIME_IS_UP to finish, 0 to go on.
+        stop: exit code to stop with, TIME_IS_UP to finish, 0 to continue.
         save: save now because of the clock.
-        outer: rank 0 has something for all ranks to do, see `Outer`.
+        outer: whether rank 0 has work for all ranks; see `Outer`.
     """
 
     stop: int
@@ -153,7 +153,7 @@ class Decision:
 class Agreement:
     """Makes every rank stop, or save by the clock, at the same step.
 
-    The ranks' requests travel beside the step's computation, so no step waits for them.
+    The ranks exchange their requests during the step's computation, so no step waits.
 
     Args:
         elapsed_s: of training in earlier attempts.
@@ -164,7 +164,7 @@ class Agreement:
     ) -> None:
         self._world, self._signals = world, signals
         limits, minutes = config.training, config.checkpoint.every_minutes
-        # Where it is the only length, max_time is the run's; else that of this attempt.
+        # max_time limits the run if it is the only length; otherwise it limits this attempt.
         ends_run = limits.max_steps is None and limits.num_train_epochs is None
         self._time_code = TIME_IS_UP if ends_run else int(ExitCode.REQUEUE)
         self._stop_at: float | None = None
@@ -176,7 +176,7 @@ class Agreement:
         self._work: dist.Work | None = None
 
     def ask(self, *, outer: bool = False) -> None:
-        """Send this rank's requests; called at a step's start. All ranks must call this.
+        """Send this rank's requests at the start of a step. All ranks must call this.
 
         Args:
             outer: see `Decision`.
@@ -195,20 +195,20 @@ class Agreement:
             )
 
     def decide(self) -> Decision:
-        """What was agreed; called at the same step's end. All ranks must call this.
+        """The agreed decision, at the end of the same step. All ranks must call this.
 
         Raises:
-            StopBeforeTraining: the run is to end at once, without saving.
+            StopBeforeTraining: the run must end immediately, without saving.
         """
         if self._work is not None:
             self._work.wait()
             self._work = None
         if int(self._requests[0]) >= NOW:
-            raise StopBeforeTraining(ExitCode.INTERRUPTED, "stopped at once, without saving")
+            raise StopBeforeTraining(ExitCode.INTERRUPTED, "stopped immediately, without saving")
         return Decision(
             stop=int(self._requests[0]), save=bool(self._requests[1]), outer=bool(self._requests[2])
         )
 
     def saved(self) -> None:
-        """A save has been taken: the clock starts anew."""
+        """Restart the save clock after a save."""
         self._saved_at = time.monotonic()

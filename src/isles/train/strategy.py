@@ -1,4 +1,4 @@
-"""From the section `strategy` to the grid of ranks, the engine and the attention."""
+"""The grid of ranks, the engine and the attention of a run's `strategy` section."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ MakeOptimizers = Callable[[nn.Module], Sequence[Optimizer]]
 def resolve_strategy(
     config: RunConfig, world: World, empty_model: Callable[[], nn.Module]
 ) -> tuple[Strategy, str]:
-    """The run file's strategy, or the one that is chosen for `auto`, and why ("" where the run file
-    names it). All ranks must call this.
+    """The run file's strategy, or the strategy that isles chooses for `auto`, and the reason ("" if
+    the run file sets it). All ranks must call this.
 
     Args:
-        empty_model: makes the model without memory.
+        empty_model: makes the model without allocating memory.
     """
     match config.strategy:
         case AutoStrategy() if config.adapter.type == "qlora":
-            return DDPStrategyConfig(), "ddp, as weights in 4 bits cannot be cut over ranks"
+            return DDPStrategyConfig(), "ddp, because 4-bit weights cannot be sharded over ranks"
         case AutoStrategy():
             return _choose(config, world, empty_model())
         case given:
@@ -65,7 +65,7 @@ def resolve_strategy(
 
 def _choose(config: RunConfig, world: World, model: nn.Module) -> tuple[Strategy, str]:
     size = architecture_of(model)
-    # Of the rank that has least: its GPU's, or its part of the machine's on a CPU.
+    # Memory of the rank with the least: its GPU's, or on a CPU its part of the machine's.
     if world.device.type == "cuda":
         mine = int(torch.cuda.get_device_properties(world.device).total_memory)
     else:
@@ -79,7 +79,7 @@ def _choose(config: RunConfig, world: World, model: nn.Module) -> tuple[Strategy
 
 
 def _link_bytes_per_s(world: World) -> float:
-    # Bytes a second that each rank sends in an all-reduce over all: the bus bandwidth of NVIDIA's
+    # Bytes per second that each rank sends in an all-reduce over all: the bus bandwidth of NVIDIA's
     # nccl-tests, 2 (n - 1) / n of the buffer over its time.
     buffer = torch.zeros(_LINK_BYTES // 4, device=world.device)
     best = float("inf")
@@ -106,20 +106,20 @@ def resolve_mesh(strategy: Strategy, world: World) -> Mesh:
 
 
 def _ranks_per_node(world: World) -> int:
-    # Ranks of a node; of unequal ones the most successive ranks that always lie on one.
-    # The same on every rank, which would else make other groups than its peers, and hang.
+    # Ranks per node; on unequal nodes the most successive ranks that always share a node. Every
+    # rank must get the same value, or it would form other groups than its peers and hang.
     return math.gcd(*world.gather(world.local_world_size))
 
 
 def is_sharded(strategy: Strategy) -> bool:
-    """Whether the model is built without weights, cut, and filled piece by piece."""
+    """Whether the model is built empty, sharded, and then filled piece by piece."""
     match strategy:
         case AutoStrategy():
             return False
         case DeepSpeedStrategyConfig():
             return resolve_stage(strategy) == 3
         case DDPStrategyConfig():
-            # DistributedDataParallel knows no cut parameters: FSDP2 with shards of one rank is
+            # DistributedDataParallel does not support sharded parameters. FSDP2 on one rank is
             # the same mathematics.
             return strategy.tp_size > 1 or strategy.pp_size > 1
         case FSDPStrategyConfig():
@@ -134,8 +134,8 @@ def runs_in_step(strategy: Strategy) -> bool:
 def needs_fixed_length(config: RunConfig) -> bool:
     """Whether every batch must have rows of data.seq_length.
 
-    A compiled model would be compiled anew for each other length; ranks that share a sequence cut
-    it into equal pieces; a pipeline has made room for one shape. `auto` chooses none of these.
+    torch.compile would compile every other length again. Ranks that share a sequence cut it into
+    equal pieces. A pipeline has buffers for one shape. `auto` chooses none of these.
     """
     strategy = config.strategy
     cut = isinstance(strategy, MeshSection) and max(strategy.cp_size, strategy.pp_size) > 1
@@ -148,7 +148,7 @@ def holds_whole_model(strategy: Strategy) -> bool:
 
 
 def as_fsdp(strategy: DDPStrategyConfig | FSDPStrategyConfig) -> FSDPStrategyConfig:
-    """How FSDP2 does what a sharded strategy asks for; ddp becomes copies without shards."""
+    """The FSDP2 settings of a sharded strategy; ddp becomes replicas without shards."""
     match strategy:
         case FSDPStrategyConfig():
             return strategy
@@ -175,16 +175,16 @@ def make_engine(
     """The engine of a strategy. All ranks must call this.
 
     Args:
-        strategy: a resolved one.
-        model: empty where the strategy is sharded, else whole.
-        materialize: fills an empty model, or this rank's part of it, once it has memory.
-        make_optimizers: the optimizers over a module.
+        strategy: a resolved strategy.
+        model: empty if the strategy is sharded, else whole.
+        materialize: fills an empty model, or this rank's part of it, once it is allocated.
+        make_optimizers: returns the optimizers of a module.
     """
     objective = make_objective(config.training)
     precision = config.training.precision
     match strategy:
         case AutoStrategy():
-            raise AssertionError("resolve_strategy has chosen another")
+            raise AssertionError("resolve_strategy has chosen another strategy")
         case DeepSpeedStrategyConfig():
             from isles.strategies.deepspeed.engine import DeepSpeedEngine
 
@@ -241,7 +241,7 @@ def make_engine(
 
 
 def make_objective(training: TrainingConfig) -> MakeObjective:
-    """What a run minimises."""
+    """The loss function of a run."""
     match training.method:
         case "causal_lm":
             return CausalLM
@@ -254,10 +254,10 @@ def make_objective(training: TrainingConfig) -> MakeObjective:
 
 
 def check_blocks(model: nn.Module, strategy: Strategy) -> None:
-    """Find the blocks that a strategy will cut, before anything is measured or filled.
+    """Find the blocks that a strategy will shard, before the model is measured or filled.
 
     Raises:
-        UserError: they cannot be found.
+        UserError: the blocks cannot be found.
     """
     if isinstance(strategy, FSDPStrategyConfig):
         from isles.strategies.fsdp import find_blocks
@@ -266,10 +266,10 @@ def check_blocks(model: nn.Module, strategy: Strategy) -> None:
 
 
 def check_is_read_whole(model: Any, strategy: Strategy, world: World) -> None:
-    """Refuse a model that also sees or hears where every trained weight needs a gradient.
+    """Refuse a multimodal model if every trained weight needs a gradient.
 
     Raises:
-        UserError: text never comes to some of its trained weights.
+        UserError: text input never uses some of its trained weights.
     """
     if world.world_size == 1 or not isinstance(strategy, DDPStrategyConfig):
         return
@@ -280,15 +280,16 @@ def check_is_read_whole(model: Any, strategy: Strategy, world: World) -> None:
     unread = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in read]
     if unread:
         raise UserError(
-            f"{type(model).__name__} has weights that text never comes to, such as {unread[0]}, "
-            f"and on {world.world_size} ranks ddp needs a gradient of every one",
+            f"{type(model).__name__} has weights that text input never uses (such as {unread[0]}), "
+            f"but ddp on {world.world_size} ranks needs a gradient for every weight",
             where="model.name_or_path",
-            fix="train on one GPU, or save the part that reads text as a model of its own",
+            fix="train on one GPU, or save the model's text part as a separate model and train "
+            "that",
         )
 
 
 def compile_model(model: nn.Module, strategy: Strategy) -> None:
-    """torch.compile, in place; block by block where parameters are gathered between them."""
+    """Compile the model in place, block by block if parameters are gathered between blocks."""
     if not is_sharded(strategy):
         model.compile()
         return

@@ -1,6 +1,6 @@
 """`export`, `generate` and `eval` of a run: `python -m isles.train.verbs VERB RUN_DIR …`.
 
-Each works on one process, on the run's newest checkpoint or the one of `--step`.
+Each command runs in one process, on the run's newest checkpoint or on `--step`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from isles.train.strategy import make_engine, resolve_mesh
 
 
 def main() -> int:
-    """Run one verb; returns the exit code."""
+    """Run one command; returns the exit code."""
     options = _parse()
     log_of_verb()
     refuse_kernels()
@@ -98,7 +98,7 @@ def _parse() -> argparse.Namespace:
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
     return number
 
 
@@ -109,7 +109,7 @@ def _export(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) ->
             TypeAdapter(HubId).validate_python(repo)
         except ValidationError:
             raise UserError(
-                f"{repo!r} is not the name of a repository",
+                f"{repo!r} is not a repository name",
                 where="--push-to-hub",
                 fix="use owner/name",
             ) from None
@@ -119,7 +119,7 @@ def _export(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) ->
     has_adapter = resolved.config.adapter.type != "none"
     if options.merge_adapter and not has_adapter:
         raise UserError(
-            "this run has trained no adapter: its export is a whole model anyway",
+            "this run did not train an adapter: its export already is a whole model",
             where="--merge-adapter",
             fix="leave it out",
         )
@@ -133,7 +133,7 @@ def _export(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) ->
         sys.stderr.write(f"warning: {warning}\n")
     model: Any = None
     if not has_adapter and converts_weights(empty):
-        # Only transformers' own way of saving gives the experts back their names on the hub.
+        # Only transformers' own save restores the experts' names on Hugging Face.
         model, _ = _load(run_dir, resolved, step, torch.device("cpu"))
         take_generation_config(model, config.model)
     merge = options.merge_adapter or None
@@ -145,22 +145,23 @@ def _export(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) ->
 
 
 def exported_lines(step: int, folder: Path) -> list[str]:
-    """Say where an export is, and if it is on another machine, how to bring it here."""
+    """The lines that show the path of an export and, on another machine, how to copy it."""
     machine, there = machine_elsewhere(), shown_place(folder)
-    line = f"step {step} is exported to {there}"
+    line = f"exported step {step} to {there}"
     if machine.startswith(IN_POD):
         return [f"{line}, on the volume of the run's pods"]
-    bring = f"  it is on that machine. To copy it: scp -r {shlex.quote(there)} ."
+    bring = f"  To copy it from that machine: scp -r {shlex.quote(there)} ."
     return [line, bring] if machine else [line]
 
 
 def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> None:
     tokenizer = _tokenizer(run_dir, resolved)
     if tokenizer is None and any(s.type != "fake" for s in resolved.config.data.sources):
-        find_checkpoint(run_dir, options.step)  # says that there is none yet
+        find_checkpoint(run_dir, options.step)  # raises if there is no checkpoint yet
     if tokenizer is None:
         raise UserError(
-            "this run was trained on fake data: it has no tokenizer and has learnt no text",
+            "this run was trained on fake data, so it has no tokenizer and has not learned any "
+            "text",
             where=str(run_dir.path),
             fix="train with a real source, such as data.sources: [{path: python-docs}]",
         )
@@ -172,7 +173,7 @@ def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) 
         ids = prompt_ids(tokenizer, options.prompt, is_chat=options.chat)
     if not ids:
         raise UserError(
-            "the prompt is empty and the tokenizer has no end-of-text token to begin with",
+            "the prompt is empty, and the tokenizer has no end-of-text token to start with",
             where="--prompt",
             fix="give a prompt",
         )
@@ -183,10 +184,10 @@ def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) 
                 f"the prompt holds {tokenizer.convert_ids_to_tokens(token)!r} (token {token}), the "
                 f"model knows {known} tokens",
                 where="--prompt",
-                fix="leave it out, or train with the tokenizer that belongs to the model",
+                fix="remove it from the prompt, or train with the model's own tokenizer",
                 id="data.tokenizer",
             )
-    # A frozen model of 16 bits and its adapter of 32 meet as they did in training.
+    # A 16-bit frozen model and its 32-bit adapter compute together as in training.
     dtype = MIXED_DTYPE.get(resolved.config.training.precision) if has_adapter else None
     try:
         with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
@@ -197,11 +198,11 @@ def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) 
         raise UserError(
             f"transformers cannot generate with this model: {shorten(str(error), 300)}",
             where=str(run_dir.path),
-            fix="check --temperature and --top-p, and whether the model's config.json is as its "
-            "author published it",
+            fix="check --temperature and --top-p, and check that the model's config.json is "
+            "unchanged",
             id="model.config",
         ) from error
-    # An answer stands alone; a text is shown with what it continues.
+    # An answer is printed alone, a continuation together with its prompt.
     first = len(ids) if options.chat else 0
     with clear_panics(str(run_dir.tokenizer)):
         text = tokenizer.decode(output[0][first:], skip_special_tokens=True)
@@ -221,7 +222,7 @@ def prompt_ids(tokenizer: Any, prompt: str, *, is_chat: bool) -> list[int]:
 
 def _continue(model: Any, ids: torch.Tensor, tokenizer: Any, options: argparse.Namespace) -> Any:
     greedy = options.temperature <= 0
-    # The model's files may ask for beams, other programs or any other way to generate.
+    # The model's files may request beam search or another way to generate.
     model.generation_config = GenerationConfig()
     settings = GenerationConfig(
         max_new_tokens=options.max_new_tokens,
@@ -256,7 +257,7 @@ def _eval(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> N
         )
         if validation is None:
             raise UserError(
-                "this run holds no validation text",
+                "this run has no validation data",
                 where="data.validation_fraction: 0",
                 fix="set data.validation_fraction and train again",
             )
@@ -302,7 +303,7 @@ def _load(
         adapted: Any = whole_model(with_base(config, checkpoint), tokenizer, device)
         read_trained(adapted, checkpoint.path)
         return adapted.eval(), checkpoint.step
-    # The weights come from the checkpoint, whatever the run began with.
+    # The weights come from the checkpoint, not from the run's start.
     fresh = config.model.model_copy(update={"init": "scratch"})
     model: Any = whole_model(config.model_copy(update={"model": fresh}), tokenizer, device)
     state = {f"model.{name}": value for name, value in model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""One rank, from its first line of log to its exit code."""
+"""One rank, from its first log line to its exit code."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from isles.checkpoint.load import refuse_other_run
+from isles.config.fit import memory_advice
 from isles.config.resolve import Resolved, digest, load_resolved
 from isles.dist.files import find_disks
 from isles.dist.world import World, is_communication_error, join_world, leave_world
@@ -48,16 +49,16 @@ def run_rank(
     world: World | None = None,
     tell: Tell | None = None,
 ) -> int:
-    """Train as one rank of a run, and record how it ended; returns the exit code.
+    """Train as one rank of a run and record the outcome; returns the exit code.
 
     Args:
-        resume_from: a checkpoint that was asked for by name; None: the latest good one.
-        tell: takes messages to the agent of this node; None: there is none.
+        resume_from: a checkpoint that the user named. Default: the latest good checkpoint.
+        tell: sends messages to this node's agent; None without an agent.
     """
     log_of_rank(env.rank)
     signals = StopSignals(attempt if env.rank == 0 else None)
     try:
-        # After the handlers: whoever reads this record may send a signal.
+        # After the handlers, because a reader of this record may send a signal.
         place = {"rank": env.rank, "restart": env.restart}
         write_record(attempt.rank_record(env.rank), {**place, **ProcessId.of(os.getpid()).record()})
         restart = read_restart(attempt, env.restart) if env.restart and env.rank == 0 else None
@@ -67,14 +68,14 @@ def run_rank(
         leave_world()
         return code
     except StopBeforeTraining as stop:
-        # Else an agent of ours knows whether a user has asked for it, or another rank was lost.
+        # Otherwise the agent knows whether a user asked for it or another rank died.
         if env.rank == 0 and (env.attempt == 0 or signals.was_requested):
             step = read_last_step(attempt, env.restart)
             _write_outcome(attempt, env, "stopped", stop.code, step=step, reason=stop.reason)
         return int(stop.code)
-    except Exception as error:  # the process' edge: everything is put on record
+    except Exception as error:  # the process's top level: every error is recorded
         if signals.requested and is_communication_error(error):
-            return signals.requested  # the others heard of the stop a moment earlier
+            return signals.requested  # the other ranks got the stop a moment earlier
         return record_error(attempt, env, error)
     finally:
         signals.restore()
@@ -110,7 +111,7 @@ def _train(
     _compare_configs(resolved, world)
     disks = find_disks(world, run_dir.path)
     if disks.apart_leaders:
-        log.info("disks of their own: %s; checkpoints travel to rank 0", disks.apart_names)
+        log.info("separate disks: %s; they send checkpoints to rank 0", disks.apart_names)
     refuse_other_run(run_dir, world, disks)
     check_outside(resolved, run_dir, recorder, world)
     saving = resolved.config.checkpoint
@@ -143,12 +144,12 @@ def _train(
     if code is ExitCode.OK:
         reason = "finished"
     elif code is ExitCode.HANDOVER:
-        recorder.phase("restarting", "saved, to go on with other nodes")
+        recorder.phase("restarting", "saved, restarting with other nodes")
         recorder.close()
         return code
     else:
         asked = code is ExitCode.INTERRUPTED
-        reason = "interrupted" if asked else "asked to stop, or time was up"
+        reason = "interrupted" if asked else "stopped on request, or time was up"
         reason += "; everything is saved"
     recorder.phase("finished" if code is ExitCode.OK else "stopped", reason)
     recorder.close()
@@ -160,12 +161,12 @@ def _train(
 
 
 def _compare_configs(resolved: Resolved, world: World) -> None:
-    # Every rank must have read the same run.
+    # Check that every rank has read the same run.
     mine = (world.rank, world.host, digest(resolved.config), torch.__version__)
     for rank, host, other, version in world.gather(mine):
         if other != mine[2]:
             raise UserError(
-                f"rank {rank} has read another run file than rank {world.rank}",
+                f"the run files of rank {rank} and rank {world.rank} differ",
                 where=f"host {host}",
                 fix="start all ranks with the same run directory",
                 id="start.refused",
@@ -180,8 +181,8 @@ def _compare_configs(resolved: Resolved, world: World) -> None:
 
 
 def record_error(attempt: Attempt, env: RankEnv, error: Exception) -> int:
-    """Record an error, from which the root cause is found; returns the exit code."""
-    error = deleted(attempt) or error  # what fails then is a consequence
+    """Record an error for the search of the root cause; returns the exit code."""
+    error = deleted(attempt) or error  # a later failure is a consequence
     named = _as_user_error(error)
     is_communication = is_communication_error(error)
     exit_code = int(named.exit_code if named else ExitCode.TRAINING)
@@ -199,9 +200,9 @@ def record_error(attempt: Attempt, env: RankEnv, error: Exception) -> int:
         restart=env.restart,
         traceback=None if isinstance(error, UserError) else text,
     )
-    with contextlib.suppress(OSError):  # a full disk: the log below still says it
+    with contextlib.suppress(OSError):  # a full disk: the log below still has it
         write_record(attempt.rank_error(env.rank, env.restart), record)
-        if env.attempt == 0:  # no agent looks for the root cause
+        if env.attempt == 0:  # no agent searches for the root cause
             end_without_agent(attempt, record)
     if isinstance(error, UserError):
         log.error("%s", error)
@@ -211,7 +212,7 @@ def record_error(attempt: Attempt, env: RankEnv, error: Exception) -> int:
 
 
 def _as_user_error(error: Exception) -> UserError | None:
-    # What an error of a library means to the user, where that is known.
+    # The user error that a library's error means, if known.
     if isinstance(error, UserError):
         return error
     no_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or (
@@ -220,15 +221,13 @@ def _as_user_error(error: Exception) -> UserError | None:
     if no_memory:
         return OutOfMemoryError(
             f"out of memory: {str(error).splitlines()[0] if str(error) else 'no memory left'}",
-            fix="in this order: a smaller training.micro_batch_size (accumulation makes up for "
-            "it), training.gradient_checkpointing: full, a shorter data.seq_length, "
-            "training.precision: bf16-true",
+            fix=memory_advice(),
         )
     if is_communication_error(error):
         first = str(error).strip().splitlines()
         return CommunicationError(
             f"another rank was lost: {first[0] if first else type(error).__name__}",
-            fix="look for the rank that failed first: `isles logs`",
+            fix="find the rank that failed first with `isles logs`",
             id="rank.others",
         )
     return None
@@ -244,7 +243,7 @@ def _write_outcome(
     reason: str,
 ) -> None:
     if env.in_job and code == ExitCode.REQUEUE:
-        # The job may be queued again: until its coordinator has decided, the run has no outcome.
+        # The job may be queued again. The run has no outcome until its coordinator decides.
         record = {"exit_code": int(code), "step": step, "reason": reason}
         write_record(attempt.stopped, record)
     else:

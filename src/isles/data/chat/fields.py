@@ -18,19 +18,19 @@ from isles.data.sources.rows import EMPTY, Chat, Message
 from isles.errors import DataError
 
 FIXED_DAY = datetime(2024, 7, 26)
-"""The day that templates are given: the tokens of a run must not change overnight. Llama's
-templates fall back on it."""
+"""The day that templates get. The tokens of a run must not change from day to day, so this is the
+default day of Llama's templates."""
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Names of a thought before an answer; transformers gives a template all of them."""
 
 
 class TemplateRefusal(Exception):
-    """The template does not render these messages; the text is its own.
+    """The template does not render these messages; the text is the template's message.
 
     Args:
-        ignore: the field that `data.sources.ignore_fields` can name so that the row is trained
-            without it; "" if that would not help; None: the template itself refuses.
+        ignore: the field that `data.sources.ignore_fields` can name to train the row without it. ""
+            if that would not help; None if the template itself refuses.
     """
 
     def __init__(self, what: str, ignore: str | None = None) -> None:
@@ -40,13 +40,13 @@ class TemplateRefusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a template takes calls and results of tools.
+    """The form in which a template accepts calls and results of tools.
 
     Args:
         arguments: an object, or JSON text.
         empty: the content of a message that has only calls; "missing" omits the key.
         results: whether a result that is not text stays an object or becomes JSON text.
-        fills: whether a call without arguments is given empty ones.
+        fills: whether a call without arguments gets empty arguments.
     """
 
     arguments: Literal["object", "text"] = "object"
@@ -171,7 +171,9 @@ def find_form(chat: Chat, render: Callable[[Chat], str]) -> CallForm:
             refusals.append(TemplateRefusal(f"it does not write {lost[0]}", _CALLS))
         else:
             refusals.append(
-                TemplateRefusal("it writes the arguments of calls, or results, not as JSON", _CALLS)
+                TemplateRefusal(
+                    "it does not write the arguments of calls, or results, as JSON", _CALLS
+                )
             )
     # What it does not write says more than an error, which may be that of another form.
     own = [error for error in refusals if error.ignore] or refusals
@@ -257,7 +259,7 @@ class FieldProbe:
     ) -> Sequence[str]:
         """The fields of a conversation that its text does not depend on.
 
-        TemplateRefusal: among them is what somebody says, a call, a thought or the tools.
+        TemplateRefusal: one of them is a message's content, a call, a thought or the tools.
 
         Args:
             text: the text that the template has made of it.
@@ -376,7 +378,7 @@ class FieldProbe:
 
 
 _MOST_TRIES = 16
-"""Number of rows that are probed for a field of the template before the field counts as unread."""
+"""Number of rows to probe for a template's field before the field counts as unread."""
 
 _CONTENT = "messages.content"
 _NAME_OF_CALL = "messages.tool_calls.function.name"

@@ -1,4 +1,4 @@
-"""Messages with roles out of the forms that data has."""
+"""Messages with roles, from the forms that occur in data."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def read_messages(
         ignored: names of fields to omit. `content` is omitted only from messages with calls.
         unread: this function adds the names of fields that it drops.
     """
-    fix = f"repair that row, or set type: text and text_column: {name} if no row has a list"
+    fix = f"repair that row. If no row has a list, set type: text with text_column {name}"
     value = from_json_text(value, f"column {name!r}", where, fix)
     if isinstance(value, Mapping) and all(isinstance(v, list) for v in value.values()):
         # The datasets library keeps a list of messages as lists.
@@ -73,7 +73,9 @@ def read_messages(
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise wrong_type(value, f"column {name!r}", "a list of messages", where)
     if not value:
-        raise DataError(f"column {name!r} holds no message", where=where, fix="remove that row")
+        raise DataError(
+            f"column {name!r} does not contain a message", where=where, fix="remove that row"
+        )
     lost: set[str] = set() if unread is None else unread
     if ignored:
         value = [_without(message, ignored, lost, "messages") for message in value]
@@ -146,7 +148,7 @@ def _key(
         return found[0]
     near = get_close_matches(named or what, list(message), n=1)
     raise FieldError(
-        f"{at} has no {named or what}; it has: {', '.join(map(str, message)) or 'nothing'}",
+        f"{at} lacks {named or what}; it has: {', '.join(map(str, message)) or 'nothing'}",
         where=where,
         fix="set",
         columns={what: near[0] if near else "ITS_NAME"},
@@ -189,7 +191,7 @@ def _content(value: object, at: str, where: str, role: str, unread: set[str]) ->
         else:
             kind = f"a part of type {part.get('type')!r}" if isinstance(part, Mapping) else ""
             raise DataError(
-                f"{at}[{index}] holds {kind or show(part)}, and only parts of type 'text' can be "
+                f"{at}[{index}] holds {kind or show(part)}, but only parts of type 'text' can be "
                 "trained on",
                 where=where,
                 fix="repair or remove that row",
@@ -243,7 +245,7 @@ def take_masks(
                     f"{name}[{index}].{key} is {show(value)}, and a message is trained (1 or true) "
                     "or not (0 or false)",
                     where=where,
-                    fix="write 0 or 1, or train such messages as any other:",
+                    fix="write 0 or 1, or train these messages like all others:",
                     ignore=[key],
                 )
             if speaks or value == 0:
@@ -255,7 +257,7 @@ def take_masks(
             raise DataError(
                 f"{name}[{index}] has {what}: only one of them excludes the message from training",
                 where=where,
-                fix="name the field that counts, such as "
+                fix="choose the field that counts, such as "
                 f"data.sources.columns: {{train: {next(iter(said))}}}",
             )
         if not all(said.values()):
@@ -294,23 +296,25 @@ def check_answers(
     first: int = 0,
     masked: frozenset[int] = frozenset(),
 ) -> None:
-    """Refuse a conversation in which the assistant says nothing from message `first` on."""
+    """Refuse a conversation without an assistant's message from message `first` on."""
     answers = [(i, m) for i, m in enumerate(messages) if i >= first and m["role"] == "assistant"]
     if not answers:
         roles = ", ".join(message["role"] for message in messages[first:]) or "none"
         raise DataError(
-            f"column {name!r} has no message of the assistant to train on (roles: {roles})",
+            f"column {name!r} has no assistant message to train on (roles: {roles})",
             where=where,
             fix="remove that row",
         )
     if masked.issuperset(index for index, _ in answers):
         raise DataError(
-            f"column {name!r} excludes each message of the assistant from training",
+            f"column {name!r} excludes every assistant message from training",
             where=where,
             fix="remove that row",
         )
     for index, message in answers:
         if not (message["content"].strip() or message.get("tool_calls")):
             raise DataError(
-                f"{name}[{index}]: the assistant says nothing", where=where, fix="remove that row"
+                f"{name}[{index}]: the assistant's message is empty",
+                where=where,
+                fix="remove that row",
             )

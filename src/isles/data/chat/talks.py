@@ -88,11 +88,11 @@ class TalkParser(Parser):
         return {"tools": tools, "variables": variables}
 
     def _chat(self, messages: list[Message], name: str, row: Row, first: int = 0) -> Chat:
-        # The whole, with the turns that the data excludes from training.
+        # The whole conversation, without training on the turns that the data excludes.
         masked = take_masks(messages, name, row.where, self._train_key)
         if masked and self._trains_all:
             raise DataError(
-                f"message {min(masked)} is excluded from training, and train_on: all trains each "
+                f"message {min(masked)} is excluded from training, but train_on: all trains every "
                 "token",
                 where=row.where,
                 fix="set data.sources.train_on: assistant",
@@ -114,7 +114,7 @@ class TalkParser(Parser):
 class ChatParser(TalkParser):
     """Conversations: a column of messages, and perhaps columns of tools and a system message.
 
-    Default for the column: `messages`, or else `conversations` or `conversation`.
+    Default column: `messages`, then `conversations` or `conversation`.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class ChatParser(TalkParser):
 
 
 class InstructParser(TalkParser):
-    """instruction (with input) and output, or prompt and completion; perhaps a system message.
+    """Instruction (with input) and output, or prompt and completion, and perhaps a system message.
 
     A prompt may be a list of messages; then the completion may be one as well. `history` holds the
     turns before, as pairs of a question and its answer, which is trained too.
@@ -198,7 +198,7 @@ class InstructParser(TalkParser):
         return Continuation("\n\n".join([*parts, "### Response:\n"]), answered)
 
     def _form(self, names: Sequence[str], where: str) -> tuple[str, str]:
-        # Which of the two forms the columns have, by what was named and what is there.
+        # The form of the columns, from the run file's names and the existing columns.
         for form in self._FORMS:
             if self._named & {*form, *(("input",) if form[0] == "instruction" else ())}:
                 return form
@@ -207,7 +207,7 @@ class InstructParser(TalkParser):
             there = [form for form in there if form[1] in names]
             if len(there) == 2:
                 raise DataError(
-                    "there are columns for both instruction and output, and prompt and completion",
+                    "the columns fit both instruction and output, and prompt and completion",
                     where=where,
                     fix="choose one of them with data.sources.columns, such as {prompt: prompt} or "
                     "{instruction: instruction}",
@@ -267,8 +267,8 @@ class InstructParser(TalkParser):
 class PreferenceParser(TalkParser):
     """A prompt with a chosen and a rejected answer.
 
-    The answers may be text or lists of messages; conversations that begin alike may stand in for
-    prompt and answer; text with turns of `Human:` and `Assistant:` is read as a conversation.
+    The answers may be text or lists of messages. Conversations with the same beginning may replace
+    prompt and answer. Text with turns of `Human:` and `Assistant:` is read as a conversation.
     """
 
     def __init__(

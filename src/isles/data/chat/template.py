@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
-# What templates may read besides messages. Some write today's date: the tokens of a run must not
-# change overnight, so they are given the one that Llama's templates fall back on.
+# Variables of templates other than messages. Some templates write today's date, but the tokens of
+# a run must not change from day to day. They get the default date of Llama's templates.
 _VARIABLES = {"date_string": f"{FIXED_DAY:%d %b %Y}"}
 
 _SETTINGS = "_isles_template"
@@ -54,11 +54,11 @@ class Rendered:
     """A conversation as text.
 
     Args:
-        text: special tokens are written out in it.
-        spans: the characters that are trained on, in order.
-        ends_open: whether an end-of-text token must follow, because the template ends the
-            assistant's last turn with no special token at which generation could stop.
-        unread: fields of the conversation that the text does not depend on.
+        text: with special tokens written out.
+        spans: the trained characters, in order.
+        ends_open: whether an end-of-text token must follow, because the template does not end the
+            assistant's last turn with a special token at which generation could stop.
+        unread: fields of the conversation that do not affect the text.
     """
 
     text: str
@@ -69,7 +69,7 @@ class Rendered:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    # A template is a program from elsewhere, and what goes wrong in it is its own.
+    # A template is a third-party program, and may raise anything.
     try:
         yield
     except Exception as error:
@@ -79,13 +79,13 @@ def _refusing() -> Iterator[None]:
 class ChatTemplate:
     """The chat template of a tokenizer that has one.
 
-    A template with `{% generation %}` marks itself what the assistant says. With any other, the
-    conversation is rendered once more for each answer, with a mark in the place of the answer:
-    what stands before and behind the mark is the same in both texts. An answer begins behind the
-    template's generation prompt and ends with the special token that ends the turn.
+    A template with `{% generation %}` marks the assistant's text itself. For other templates, isles
+    renders the conversation once more for each answer, with a mark in place of the answer. The text
+    before and after the mark is equal in both renderings. An answer starts after the template's
+    generation prompt and ends with the special token that ends the turn.
 
     Raises:
-        DataError: the tokenizer has no template, or it is no Jinja.
+        DataError: the tokenizer has no template, or its template is not valid Jinja.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -101,10 +101,10 @@ class ChatTemplate:
         tokens = {*tokenizer.all_special_tokens, *(str(token) for token in added)}
         self._special = SpecialTokens(tokens)
         self._dialogues: dict[str, Dialogue] = {}
-        """By the variables of a row, as JSON."""
+        """Renderers by the variables of a row, as JSON."""
         self._forms: dict[object, CallForm] = {}
         self._wants_parts = False
-        """Whether contents are lists of parts, as templates of vision models may want them."""
+        """Whether contents are lists of parts, which templates of vision models may require."""
         self._fields = FieldProbe()
         self._answers = AnswerFinder(self._render, self._text_of, self._special, self._name)
         self._words: dict[str, frozenset[str]] = {}
@@ -115,7 +115,7 @@ class ChatTemplate:
                 f"the chat template {self._name} has no variable {name}; it has: "
                 + (", ".join(self._own_variables) or "none"),
                 where=f"tokenizer.chat_template_kwargs.{name}",
-                fix=f"delete {name}, or write the name of a variable that the template has",
+                fix=f"delete {name}, or use a variable of the template",
             )
         self._plain = self._find_dialogue({})
         if self._plain.header is None:
@@ -126,7 +126,7 @@ class ChatTemplate:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All that the rendered text depends on."""
+        """The values that determine the rendered text."""
         special = {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
         return {
             "template": self._tokenizer.chat_template,
@@ -136,7 +136,7 @@ class ChatTemplate:
 
     @property
     def stop_token(self) -> str | None:
-        """The special token that ends the assistant's turn; None where the template has none."""
+        """The special token that ends the assistant's turn; None if the template has none."""
         return self._plain.stop_token
 
     @cached_property
@@ -148,11 +148,11 @@ class ChatTemplate:
 
     @property
     def _own_variables(self) -> Sequence[str]:
-        # Those that only a run file or a row can set.
+        # The variables that only a run file or a row can set.
         return sorted(self._known - OWN_VARIABLES - self._tokenizer.special_tokens_map.keys())
 
     def render(self, chat: Chat, where: str, *, train_on: str) -> Rendered:
-        """A conversation as text, with the spans that are trained on.
+        """A conversation as text, with the trained spans.
 
         DataError: the template refuses these messages or does not write a part of them, or isles
         cannot find the assistant's answers in the text.
@@ -175,7 +175,7 @@ class ChatTemplate:
         others = sorted(chat.variables.keys() - self._known) if chat.variables else []
         for name in others:
             if near := get_close_matches(name, self._own_variables, n=1):  # a typing error
-                what = f"{name} of chat_template_kwargs is not a variable of it: is it {near[0]}?"
+                what = f"chat_template_kwargs has {name}, not a variable; did you mean {near[0]}?"
                 raise TemplateRefusal(what, "chat_template_kwargs")
         self._use(chat.variables)
         given = self._prepare(chat)
@@ -196,7 +196,7 @@ class ChatTemplate:
         return Rendered(text, spans, ends_open=ends_open, unread=unread)
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """Messages as text, behind which the assistant's answer begins."""
+        """Messages as text, up to the start of the assistant's answer."""
         try:
             self._use({})
             return self._render(self._prepare(Chat(messages)).messages, prompts=True)
@@ -206,8 +206,10 @@ class ChatTemplate:
     def _refused(
         self, error: TemplateRefusal, where: str, ignored: Sequence[str] = ()
     ) -> DataError:
-        fix = "use a template that takes it (tokenizer.chat_template), or repair or remove that row"
-        what = f"the chat template {self._name} does not take this conversation: {error}"
+        fix = (
+            "use a template that accepts it (tokenizer.chat_template), or repair or remove the row"
+        )
+        what = f"the chat template {self._name} refuses this conversation: {error}"
         if not ignored:
             return DataError(what, where=where, fix=fix)
         fix += f", or train without {'these fields' if len(ignored) > 1 else 'this field'}:"
@@ -296,7 +298,7 @@ class ChatTemplate:
 def describe_template(
     tokenizer: PreTrainedTokenizerBase, name: str, variables: Mapping[str, Any]
 ) -> None:
-    """Note at a tokenizer what the run file says of its chat template.
+    """Record the run file's settings of the chat template in a tokenizer.
 
     Args:
         name: the name of the template, for error messages.
@@ -315,7 +317,7 @@ def template_settings(tokenizer: PreTrainedTokenizerBase) -> tuple[str, dict[str
 def no_template() -> DataError:
     """The error for messages and a tokenizer that cannot render them."""
     return DataError(
-        "the tokenizer has no chat template, which makes text of messages",
+        "the tokenizer has no chat template, which messages need",
         where="tokenizer.chat_template",
         fix="set tokenizer.chat_template: chatml, or to a Jinja file",
         id="data.template",
@@ -323,7 +325,7 @@ def no_template() -> DataError:
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerBase, message: str) -> str:
-    """The text that the model is to continue to answer a message of the user."""
+    """The prompt for the model's answer to a message of the user."""
     if tokenizer.chat_template is None:
         raise no_template()
     template = ChatTemplate(tokenizer)
@@ -331,11 +333,11 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, message: str) -> str:
 
 
 def use_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Give a tokenizer the chat template that the run file names: `chatml`, or a Jinja file.
+    """Set the run file's chat template in a tokenizer: `chatml`, or a Jinja file.
 
-    `chatml` works with any tokenizer: where it has no tokens of its own for the turns, they are
-    written in letters, and the end-of-text token ends what the assistant says, so that generation
-    stops there. DataError: there is no such file, or it is no template.
+    `chatml` works with any tokenizer. A tokenizer without tokens for turns spells them in ordinary
+    tokens, and the end-of-text token ends the assistant's message, so that generation stops there.
+    DataError: the file does not exist, or is not a template.
     """
     if name != CHATML:
         tokenizer.chat_template = _read_template(Path(name).expanduser())
@@ -344,8 +346,8 @@ def use_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     has_tokens = TURN_STARTS in known and TURN_ENDS in known
     if not has_tokens and tokenizer.eos_token is None:
         raise DataError(
-            "the tokenizer has neither tokens for chatml nor an eos_token, so that generation "
-            "would never stop",
+            "the tokenizer has neither tokens for chatml nor an eos_token, so generation would "
+            "never stop",
             where="tokenizer.chat_template",
             fix="set eos_token in its tokenizer_config.json",
             id="data.template",
@@ -356,11 +358,11 @@ def use_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 
 
 def stop_at_turns(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let the token that ends a turn of the chat template be the tokenizer's end of text.
+    """Make the token that ends a turn of the chat template the tokenizer's end of text.
 
-    A base model's tokenizer often has a template whose turns end with another token than its
-    eos_token. Generation would not stop there, however well the model has learnt to end a turn.
-    Where the template itself writes eos_token, nothing is changed.
+    The template of a base model's tokenizer often ends turns with a token other than eos_token.
+    Generation would not stop there, although the model has learned to end a turn. If the template
+    itself writes eos_token, nothing changes.
     """
     template = ChatTemplate(tokenizer)
     stop = template.stop_token
@@ -373,7 +375,7 @@ def stop_at_turns(tokenizer: PreTrainedTokenizerBase) -> None:
 def _read_template(path: Path) -> str:
     if not path.is_file():
         raise DataError(
-            f"there is no chat template {path}",
+            f"chat template not found: {path}",
             where="tokenizer.chat_template",
             fix=f"{how_to_find(path)}; or use chatml",
             id="data.template",
@@ -386,7 +388,7 @@ def _read_template(path: Path) -> str:
         raise DataError(
             f"the chat template has more than {MAX_TEMPLATE_CHARS:,} characters",
             where=str(path),
-            fix="name a Jinja file, or use tokenizer.chat_template: chatml",
+            fix="choose a Jinja file, or use tokenizer.chat_template: chatml",
             id="data.template",
         )
     text = decode(block, path, 0, 1)
@@ -424,8 +426,8 @@ def _compiled(text: str, name: str) -> Template:
         return compile_template(text)
     except TemplateSyntaxError as error:
         raise DataError(
-            f"the chat template is no Jinja: {error.message}",
+            f"the chat template is not valid Jinja: {error.message}",
             where=f"{name}:{error.lineno}",
-            fix="repair it there, or use tokenizer.chat_template: chatml",
+            fix="repair the template, or use tokenizer.chat_template: chatml",
             id="data.template",
         ) from error

@@ -1,4 +1,4 @@
-"""Arrow data that somebody else has written: whole before its first value is read, and data only.
+"""Arrow data from third parties: validated before its first value is read, and data only.
 
 The datasets library opens files and addresses that rows name, if the features of a dataset say
 that the rows are images or sound. `undecoded` are features that open nothing.
@@ -19,10 +19,10 @@ from isles.data.sources.files import ROW_BYTES, too_large
 from isles.errors import DataError
 
 ARROW_MAGIC = b"ARROW1\0\0"
-"""An Arrow file begins with it; a stream of Arrow does not."""
+"""First bytes of an Arrow file, but not of an Arrow stream."""
 
 MOST_BATCH_BYTES = 2**30
-"""A packed batch of an Arrow file is unpacked as a whole, and to this size at most."""
+"""Largest unpacked size in bytes of a packed batch, which is unpacked as a whole."""
 
 _SAVE_AGAIN = "save it again with save_to_disk of the datasets library"
 
@@ -48,7 +48,7 @@ def table_rows(table: Any, where: str, *, keeps_nulls: bool = False) -> list[dic
     except Exception as error:
         types = ", ".join(f"{field.name}: {str(field.type)[:100]}" for field in table.schema)
         raise DataError(
-            f"a value has no counterpart in Python ({types[:300]}): {_first_line(error)}",
+            f"a value has no equivalent in Python ({types[:300]}): {_first_line(error)}",
             where=where,
             fix="write the column as text, or as numbers",
             id="data.damaged",
@@ -63,7 +63,7 @@ def table_rows(table: Any, where: str, *, keeps_nulls: bool = False) -> list[dic
 def _size_of(batch: Any) -> int:
     """Bytes of a record batch, with at least four for each value.
 
-    Arrow needs no memory for a null, and a bit for a boolean: Python needs eight bytes and more.
+    Arrow needs no memory for a null and one bit for a boolean. Python needs eight bytes or more.
     """
     return max(int(batch.nbytes), 4 * sum(map(_num_values, batch.columns)))
 
@@ -167,7 +167,7 @@ def arrow_batches(stream: IO[bytes], where: str) -> Iterator[Any]:
             raise DataError(
                 f"a batch of rows unpacks to more than {MOST_BATCH_BYTES >> 20} MiB",
                 where=where,
-                fix="write it again with fewer rows a batch, or as Parquet",
+                fix="write the file again with fewer rows per batch, or as Parquet",
                 id="data.rows",
             )
         if is_batch:
@@ -245,8 +245,9 @@ def check_plain(batch: Any, where: str) -> None:
     for field in batch.schema:
         if shares(field.type):
             raise DataError(
-                f"the column {field.name!r} is of the type {str(field.type)[:100]}, which isles "
-                "does not read from Arrow files",
+                f"the column {field.name!r} has the type {str(field.type)[:100]}, which isles does "
+                f"not "
+                "read from Arrow files",
                 where=where,
                 fix="write the file as Parquet",
                 id="data.column",
@@ -258,7 +259,7 @@ def damaged(error: BaseException, where: str, what: str = "the data is damaged")
     return DataError(
         f"{what}: {_first_line(error)}",
         where=where,
-        fix="fetch it again or save it again",
+        fix="download it again or save it again",
         id="data.damaged",
     )
 
@@ -299,8 +300,8 @@ def _plain(feature: Any, name: str) -> Any:
         return feature
     if not hasattr(feature, "decode"):
         raise DataError(
-            f"the column {name!r} is of the type {type(feature).__name__}, which cannot be read "
-            "without opening files that it names",
+            f"the column {name!r} has the type {type(feature).__name__}, which cannot be read "
+            "without opening the files that it names",
             where=f"column {name!r}",
             fix="save the dataset without this column",
             id="data.column",

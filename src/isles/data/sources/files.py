@@ -50,26 +50,27 @@ _BLOCK_BYTES = 2**18
 _XZ_MEMORY_BYTES = 2**28
 
 ROW_BYTES = 64 * 2**20
-"""A line, or a row of CSV, a JSON array or a table, has this size at most."""
+"""Largest size in bytes of a line, or of a row of CSV, a JSON array or a table."""
 
 ROW_LINES = 2**20
 """Limit for the lines of a row of CSV."""
 
 UNPACKED_BYTES = 2**30
-"""What a packed Parquet or Arrow file may unpack to, on the disk of temporary files."""
+"""Largest unpacked size in bytes of a packed Parquet or Arrow file, in a temporary file."""
 _SECRET = re.compile(rb"\s*(?:isles://[^\s#]{1,300}#|-----BEGIN [A-Z ]*PRIVATE KEY)")
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """A file to read from its beginning, unpacked if it is packed; DataError where it cannot be."""
+    """A file to read from its beginning, unpacked if it is packed; DataError if it cannot be
+    read."""
     with opened_raw(path) as raw, _damages(path, packing := packing_of(path, raw)):
         yield _unpacked(raw, packing) if packing else raw
 
 
 @contextmanager
 def opened_raw(path: Path) -> Iterator[io.BufferedReader]:
-    """A file to read, as it is; DataError where it cannot be."""
+    """A file to read, as it is; DataError if it cannot be read."""
     try:
         with open_foreign(path)[0] as raw:
             _check_is_no_secret(path, raw)
@@ -78,7 +79,7 @@ def opened_raw(path: Path) -> Iterator[io.BufferedReader]:
         raise DataError(
             str(error),
             where=str(path),
-            fix="name a file: isles does not read a pipe, a socket or a device",
+            fix="use a file: isles does not read a pipe, a socket or a device",
             id="files.data",
         ) from error
     except OSError as error:
@@ -89,7 +90,7 @@ def opened_raw(path: Path) -> Iterator[io.BufferedReader]:
 def opened_whole(path: Path) -> Iterator[IO[bytes]]:
     """A file to read from any place, such as a Parquet file; unpacked into a temporary file.
 
-    Give it to a library instead of the path, which somebody may replace by a link.
+    Pass it to a library instead of the path, because another user may replace the path by a link.
     DataError: it cannot be read, or unpacks to more than `UNPACKED_BYTES`.
     """
     with opened_raw(path) as raw:
@@ -128,10 +129,11 @@ def packing_of(path: Path, raw: io.BufferedReader) -> str:
     if head and (named := ending_of(path.name).packing):
         program = PACKED[named]
         raise DataError(
-            f"its name ends with {named}, and it is not packed with {program}",
+            f"its name ends with {named}, but it is not packed with {program}",
             where=str(path),
-            fix=f"take {named} off its name if it was unpacked, as some browsers do, or fetch it "
-            f"again; {program} -t {shlex.quote(str(path))} tests it",
+            fix=f"remove {named} from its name if it was unpacked, as some browsers do, or "
+            f"download "
+            f"it again; {program} -t {shlex.quote(str(path))} tests it",
             id="data.damaged",
         )
     return ""
@@ -210,7 +212,7 @@ def _damages(path: Path, packing: str) -> Iterator[None]:
         raise DataError(
             f"the {packing} file is damaged: {error}",
             where=str(path),
-            fix=f"fetch it again; {packing} -t {shlex.quote(str(path))} tests it",
+            fix=f"download it again; {packing} -t {shlex.quote(str(path))} tests it",
             id="data.damaged",
         ) from error
 
@@ -220,9 +222,9 @@ def _check_is_no_secret(path: Path, raw: io.BufferedReader) -> None:
     own = path.name in _OWN_SECRETS and not os.fstat(raw.fileno()).st_mode & 0o077
     if own or _SECRET.match(raw.peek(512)[:512]):
         raise DataError(
-            "it holds a key, a token or a join line, which is not data",
+            "it contains a key, a token or a join line, which is not data",
             where=str(path),
-            fix="name only files of data: data.sources.N.path",
+            fix="use only data files in data.sources.N.path",
             id="files.data",
         )
 
@@ -237,7 +239,7 @@ def decode(block: bytes, path: Path, offset: int, line: int) -> str:
     except UnicodeDecodeError as error:
         fix = "convert it: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW (if it is WINDOWS-1252)"
         if error.reason == "unexpected end of data":
-            fix = "the file is cut off in the middle of a character: fetch or write it again"
+            fix = "the file ends in the middle of a character: download or write it again"
         line += block.count(b"\n", 0, error.start)
         raise DataError(
             f"not UTF-8: byte 0x{block[error.start]:02x} at offset {offset + error.start}",
@@ -267,7 +269,7 @@ def _check_is_text(block: bytes, path: Path) -> None:
         raise DataError(
             "this is not text: many of its first bytes are 0",
             where=str(path),
-            fix="name only files of text or of rows in data.sources",
+            fix="use only files of text or of rows in data.sources",
         )
 
 
@@ -295,7 +297,7 @@ def unreadable(path: Path, error: OSError) -> DataError:
     what = f"cannot be read: {error.strerror or error}"
     fix = "check the disk or the network of this file"
     if isinstance(error, LinkRefused):
-        fix = "name the file itself in the run file, if it is yours to use"
+        fix = "use the path of the file itself, if you may read that file"
         return DataError(str(error), where=str(path), fix=fix, id="files.data")
     if isinstance(error, PermissionError):
         what = f"no read permission (this process runs as uid {os.geteuid()})"

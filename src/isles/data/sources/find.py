@@ -1,4 +1,4 @@
-"""Sources of the run file: what each of them names, and its rows, from any chunk on."""
+"""Sources of the run file: the files or dataset of each, and its rows from any chunk on."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from isles.errors import DataError
 
 _LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 _LOOK = (
-    "look at https://huggingface.co/datasets/{} for its name, subsets and splits; log in with "
+    "check its name, subsets and splits at https://huggingface.co/datasets/{}; log in with "
     "`hf auth login` if it is gated"
 )
 _SAMPLED_FILES = 256
@@ -67,11 +67,12 @@ def open_source(source: SourceConfig, *, streams: bool = False) -> Source:
     """The rows that a source names; `fake` names none.
 
     In this order: a built-in name (python-docs, python-stdlib), a file, a folder saved by the
-    datasets library, a glob, a hub id. Files are looked up now and read later. DataError: there is
-    none.
+    datasets library, a glob, a Hugging Face id. Files are found now and read later. DataError: not
+    found.
 
     Args:
-        streams: whether a dataset of the hub is read as it is needed; else it is downloaded now.
+        streams: whether a Hugging Face dataset is read while it is needed; otherwise it is
+            downloaded now.
     """
     assert source.type != "fake" and source.path is not None
     name = source.path
@@ -98,13 +99,13 @@ def open_source(source: SourceConfig, *, streams: bool = False) -> Source:
     if may_be_hub_id(name):
         return (stream_hub if streams else open_hub)(name, source.subset, source.split)
     raise DataError(
-        "there is no such file", where=str(path.absolute()), fix=how_to_find(path), id="files.data"
+        "file not found", where=str(path.absolute()), fix=how_to_find(path), id="files.data"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Files(Source):
-    """Files that a path or a glob names, by absolute paths, in the order in which they are read."""
+    """Files of a path or a glob, by absolute paths, in reading order."""
 
     name: str
     files: tuple[Path, ...]
@@ -184,7 +185,7 @@ def _sample(file: str, size: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn(Source):
-    """Real text that every CPython carries: no network, no download.
+    """Real text that is part of every CPython, without a download.
 
     `python-docs`: the topics of Python's language reference, as `help()` shows them.
     `python-stdlib`: the sources of its standard library, without tests and without files that are
@@ -286,7 +287,7 @@ def _with_json(features: Any, row: dict[str, Any], where: str) -> dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class HubStream(Source):
-    """The rows of one split of a dataset that is read over the network as they are needed."""
+    """The rows of one split of a dataset, read over the network while they are needed."""
 
     name: str
     builder: Any
@@ -325,7 +326,7 @@ class HubStream(Source):
             raise DataError(
                 f"cannot be read further: {type(error).__name__}: {str(error)[:300]}",
                 where=f"{self.name} row {number}",
-                fix="look at the network and start again: the run goes on from its last checkpoint",
+                fix="check the network and start again: the run resumes from its last checkpoint",
             ) from error
 
 
@@ -346,7 +347,7 @@ def _open_saved(folder: Path, split: str) -> DatasetSource:
         if split not in loaded:
             near = get_close_matches(split, loaded, n=1) or list(loaded)[:1]
             raise DataError(
-                f"there is no split {split!r}; there are: {', '.join(loaded)}",
+                f"split {split!r} not found; the dataset has {', '.join(loaded)}",
                 where=str(folder),
                 fix=f"set data.sources.split to {near[0] if near else 'one of them'}",
                 id="hub.access",
@@ -356,16 +357,16 @@ def _open_saved(folder: Path, split: str) -> DatasetSource:
 
 
 def open_hub(path: str, subset: str | None, split: str) -> DatasetSource:
-    """A dataset of the Hugging Face hub, downloaded unless it lies in the library's cache.
+    """A dataset of the Hugging Face hub, downloaded unless it is in the library's cache.
 
-    DataError: there is no such dataset, subset or split (or slice of one), or no way to it.
+    DataError: the dataset, subset or split (or slice) does not exist or cannot be reached.
     """
     import datasets
 
     name = f"{path} ({subset})" if subset else path
     fix = (
         f"as a file, {path!r} does not exist in {Path.cwd()}: {how_to_find(Path(path))}. As a "
-        f"dataset: {_LOOK.format(path)}; without network, download it before"
+        f"dataset: {_LOOK.format(path)}; without a network, download it first"
     )
 
     def load() -> Any:
@@ -381,7 +382,7 @@ def open_hub(path: str, subset: str | None, split: str) -> DatasetSource:
 def stream_hub(path: str, subset: str | None, split: str) -> HubStream:
     """A dataset of the hub without its data.
 
-    DataError: there is no such dataset, subset or split, or it cannot be reached.
+    DataError: the dataset, subset or split does not exist or cannot be reached.
     """
     import datasets
 

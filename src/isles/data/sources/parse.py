@@ -1,7 +1,7 @@
 """Rows by the type of the data: text, conversations, instructions, token ids, preferences.
 
-Each parser knows the columns of its type, by the names that the run file gives them, and makes an
-`Item` of a row or says what is wrong with it.
+Each parser reads the columns of its type, by the run file's names, and makes an `Item` of a row or
+raises an error with the reason.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from isles.data.sources.rows import (
 )
 from isles.errors import DataError
 
-_UNTRAINED = -100  # what labels hold where nothing is trained, by torch's and transformers' custom
+_UNTRAINED = -100  # label of untrained tokens, as in torch and transformers
 
 
 def make_parser(
@@ -34,7 +34,7 @@ def make_parser(
 
     Args:
         has_template: whether a chat template will render questions and answers.
-        vocab_size: one more than the largest token id that may stand in the data; None: any.
+        vocab_size: one more than the largest allowed token id; None: no limit.
     """
     columns, ignored = source.columns, source.ignore_fields
     trains_all = source.train_on == "all"
@@ -109,12 +109,12 @@ class TokensParser(Parser):
         wrong = np.flatnonzero((ids < 0) | (ids >= limit))
         if wrong.size:
             raise DataError(
-                f"{ids_name} holds {ids[wrong[0]]}, and the tokenizer knows 0 to {limit - 1}",
+                f"{ids_name} holds {ids[wrong[0]]}, but the tokenizer has only 0 to {limit - 1}",
                 where=where,
-                fix="name the tokenizer that the data was made with in tokenizer.name_or_path",
+                fix="set tokenizer.name_or_path to the tokenizer that made the data",
             )
         if not trained[1:].any():
-            what = "tokens of which none is trained: the first has nothing before it"
+            what = "no token of this row is trained: the first token is never predicted"
             raise DataError(f"{len(ids)} {what}", where=where, fix="remove that row")
         return Ids(ids.tolist(), trained.tolist())
 
@@ -124,10 +124,11 @@ class TokensParser(Parser):
         if wrong.size:
             at = int(wrong[0])
             raise DataError(
-                f"{labels_name}[{at}] is {labels[at]}, and {ids_name}[{at}] is {ids[at]}",
+                f"{labels_name}[{at}] is {labels[at]}, but {ids_name}[{at}] is {ids[at]}",
                 where=where,
-                fix=f"each label is the id at its own place, or {_UNTRAINED} where nothing is "
-                "trained; they are shifted by one in training",
+                fix=f"set each label to the id at the same place, or to {_UNTRAINED} for an "
+                f"untrained "
+                "token; isles shifts labels by one",
             )
         return labels != _UNTRAINED
 
@@ -136,9 +137,9 @@ def _kept(mask: Any, name: str, where: str) -> slice:
     kept = np.flatnonzero(mask)
     if not (kept.size and len(kept) == np.ptp(kept) + 1 and set(mask.tolist()) <= {0, 1}):
         raise DataError(
-            f"{name} is not a run of 1 with 0 before and behind it",
+            f"{name} must be one contiguous block of 1s between 0s",
             where=where,
-            fix=f"it marks padding alone; what is not trained has the label {_UNTRAINED}",
+            fix=f"use the mask only for padding, and the label {_UNTRAINED} for untrained tokens",
         )
     return slice(int(kept[0]), int(kept[-1]) + 1)
 
@@ -154,9 +155,9 @@ def _integers(value: object, name: str, where: str, length: int | None = None) -
         if type(number) is not int:
             raise wrong_type(number, f"{name}[{index}]", "a token id", where)
         if not -(2**31) <= number < 2**31:
-            what = f"{name}[{index}] is {number}, no token id"
+            what = f"{name}[{index}] is {number}, not a token id"
             raise DataError(what, where=where, fix="repair or remove that row")
     if length not in (None, len(value)):
-        what = f"{name} has {len(value)} numbers, and there are {length} token ids"
+        what = f"{name} has {len(value)} numbers, but the row has {length} token ids"
         raise DataError(what, where=where, fix="repair or remove that row")
     return np.array(value, dtype=np.int64)

@@ -1,10 +1,10 @@
-"""Rows of one file, from any place on; the file's ending tells what it holds.
+"""Rows of one file, from any place on; the file's ending sets its format.
 
-A place is the number of rows or lines before a row, and of a file of lines or text the bytes before
-it (unpacked, where the file is packed). A file of lines is opened there, a packed one is unpacked
-up to there; of a Parquet file the row groups before it are not read. CSV and JSON arrays are read
-from the beginning, and the rows before the place are skipped. No row is larger than ROW_BYTES, so
-memory is bounded, however much a file unpacks to.
+A place is the number of rows or lines before a row. For a file of lines or text it also has the
+(unpacked) bytes before the row. A file of lines is opened there, and a packed file is unpacked up
+to there. For a Parquet file, earlier row groups are not read. CSV and JSON arrays are read from the
+beginning, and earlier rows are skipped. No row is larger than ROW_BYTES, so memory is limited
+whatever size a file unpacks to.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WHOLE_BYTES = 64 * 2**20
 """A text file up to this size is one document."""
 
 PIECE_BYTES = 16 * 2**20
-"""A larger one is cut into documents of about this size, at a blank line where there is one."""
+"""A larger file is cut into documents of about this size, at a blank line if possible."""
 
 _HEAD_BYTES = 2**16
 _ARRAY = re.compile(rb'\[\s*\{\s*"')
@@ -50,7 +50,7 @@ _LINES_BYTES = 2**18
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\n\r]*")
 
-_OBJECTS = "repair or remove that line: one JSON object a line is expected"
+_OBJECTS = "repair or remove that line: isles expects one JSON object per line"
 _FROM_ARRAY = "; for a JSON array: jq -c '.[]' FILE > NEW.jsonl"
 
 
@@ -90,7 +90,7 @@ def check_endings(files: Sequence[Path]) -> None:
 
 
 def format_of(path: Path) -> Format:
-    """What a file holds, by the ending of its name, or by its content if no ending says it."""
+    """The format of a file, by its ending, or by its content without a known ending."""
     if (format := ending_of(path.name).format) is not None:
         return format
     with opened(path) as stream:
@@ -156,10 +156,11 @@ def _text_chunks(path: Path, parser: Parser, begin: ChunkStart) -> Iterator[Chun
         if rows == "json" or (rows == "lines" and not is_one_line):
             lines = "most lines are JSON objects" if rows == "lines" else "it is a JSON array"
             raise DataError(
-                f"{lines}, and its name says that it is text",
+                f"{lines}, but its name is that of a text file",
                 where=str(path),
-                fix=f"name it {path.name}.{'jsonl' if rows == 'lines' else 'json'}: isles then "
-                "reads the rows; or take it out of data.sources",
+                fix=f"rename it to {path.name}.{'jsonl' if rows == 'lines' else 'json'} so that "
+                f"isles "
+                "reads the rows, or remove it from data.sources",
             )
         if block:
             parser.check((PLAIN,), str(path))
@@ -191,7 +192,7 @@ def _border(block: bytes) -> int:
 
 
 def _json_row(line: bytes, path: Path, offset: int, number: int) -> Row | DataError | None:
-    # The row that one line of JSON lines holds, or what is wrong with it; None: it is blank.
+    # The row that one line of JSON lines holds, or its error; None if it is blank.
     where = f"{path}:{number}"
     is_cut = not line.endswith(b"\n")
     try:
@@ -212,7 +213,7 @@ def _json_row(line: bytes, path: Path, offset: int, number: int) -> Row | DataEr
             else:
                 fix += "; `jq -c . FILE > NEW.jsonl` writes each object on a line"
         elif is_cut:
-            fix += "; the file ends here: if it is cut off, fetch or write it again"
+            fix += "; the file ends here. If it is incomplete, download or write it again"
         return DataError(f"not JSON: {error}", where=where, fix=fix)
     if not isinstance(row, dict):
         what = f"not a JSON object but {type(row).__name__}"
@@ -252,7 +253,7 @@ def _read_json_array(path: Path) -> Rows:
             yield Row(where, value)
         else:
             what = f"not a JSON object but {type(value).__name__}"
-            yield DataError(what, where=where, fix="an array of JSON objects is expected")
+            yield DataError(what, where=where, fix="isles expects an array of JSON objects")
 
 
 def _array_values(path: Path) -> Iterator[Any]:
@@ -311,7 +312,8 @@ class _ArrayText:
         return DataError(
             f"not JSON: {what}",
             where=f"{self._path}:{self._line_of(place)}",
-            fix=f"repair it there; python -m json.tool {shlex.quote(str(self._path))} tests it",
+            fix=f"repair it at that place; python -m json.tool {shlex.quote(str(self._path))} "
+            f"tests it",
         )
 
     def _more(self) -> bool:
@@ -356,7 +358,9 @@ def _read_csv(path: Path, parser: Parser, delimiter: str) -> Rows:
             try:
                 parser.check(names, f"{path}:1")
             except DataError as error:
-                error.fix += "; if the first line is a row, write the names of the columns above it"
+                error.fix += (
+                    "; if the first line is a row, add a line with the column names above it"
+                )
                 raise
             one_of_each(names, parser.wanted, f"{path}:1")
             line = reader.line_num + 1
@@ -366,7 +370,7 @@ def _read_csv(path: Path, parser: Parser, delimiter: str) -> Rows:
                     yield Row(f"{path}:{line}", dict(zip(names, cells, strict=True)))
                 elif cells:
                     yield DataError(
-                        f"{len(cells)} cells, and the first line names {len(names)} columns",
+                        f"{len(cells)} cells, but the first line has {len(names)} columns",
                         where=f"{path}:{line}",
                         fix='put cells with commas or line breaks in "quotes"',
                     )

@@ -21,16 +21,16 @@ from isles.facts.units import printable
 log = logging.getLogger(__name__)
 
 PLAIN = ""
-"""The one column of a row that is plain text: a text file has no columns with names."""
+"""Name of the single column of plain text, because a text file has no column names."""
 
 CHUNK_ROWS = 256
 _CHUNK_CHARS = 2**24
 EMPTY: tuple[Any, ...] = (None, "", [], {})
-"""Cells that say nothing."""
+"""Cells that count as empty."""
 
 _FLAT = frozenset((int, float, bool, type(None)))
 LISTED = 10
-"""So many bad rows are named."""
+"""Number of bad rows to list."""
 
 MOST_UNREAD = 50
 """A report names at most this many fields that nothing reads."""
@@ -51,13 +51,13 @@ def size_of(row: Row | DataError) -> int:
 
 
 Rows = Iterator[Row | DataError]
-"""Rows in order; a row that cannot be read is yielded as the error that says why.
+"""Rows in order. For a row that cannot be read, its error is yielded.
 
-What ends the reading altogether, such as a damaged file, is raised instead.
+An error that ends the reading, such as a damaged file, is raised instead.
 """
 
 Message = dict[str, Any]
-"""`role` and `content`, and what else the chat template may read: tool_calls, name and others."""
+"""`role` and `content`, and other fields for the chat template: tool_calls, name and others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """A text and how it goes on, for tokenizers without a chat template."""
+    """A text and its continuation, for tokenizers without a chat template."""
 
     prompt: str
     answer: str
@@ -96,7 +96,7 @@ class Ids:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two answers to the same, of which one is preferred."""
+    """A preferred and a rejected answer to the same prompt."""
 
     chosen: Chat | Continuation
     rejected: Chat | Continuation
@@ -124,7 +124,7 @@ def texts_of(item: Item) -> list[str]:
 
 
 class FieldError(DataError):
-    """Data that isles trains if a key of its source has another value: `Parser.with_fix` adds it.
+    """An error that another value of a source's key avoids; `Parser.with_fix` adds that value.
 
     Args:
         fix: ends with the words before the value.
@@ -184,7 +184,7 @@ class Parser(ABC):
         return item
 
     def with_fix(self, error: DataError) -> DataError:
-        """A `FieldError` with the whole new value of the key in its fix; other errors as they are.
+        """A `FieldError` with the key's whole new value in its fix; other errors unchanged.
 
         The value repeats what the run file has, and uses the column names of the data.
         """
@@ -207,7 +207,7 @@ class Parser(ABC):
 
     @abstractmethod
     def parse(self, row: Row) -> Item | None:
-        """The content of one row; None where it is empty text. DataError: the row is bad."""
+        """The content of one row; None for empty text. DataError: the row is bad."""
 
     def _need(self, key: str, names: Sequence[str], where: str) -> str:
         # What the data calls a column, which must be among these names.
@@ -326,7 +326,7 @@ class Tally:
         self._first = sorted([*self._first, (number, error)], key=lambda entry: entry[0])[:LISTED]
 
     def unread(self, names: Iterable[str], ignored: frozenset[str] = frozenset()) -> None:
-        """Note the fields of one row that nothing reads; those with an ignored name apart."""
+        """Note the fields of one row that nothing reads; ignored names separately."""
         if not ignored:
             self._unread.update(names)
             return
@@ -376,7 +376,7 @@ def log_unread(name: str, record: Mapping[str, Any]) -> None:
 def judge_bad_rows(
     name: str, record: Mapping[str, Any], limit: float, *, is_all: bool = True
 ) -> None:
-    """Log the bad rows of a `Tally.record` that are left out, or refuse too many of them.
+    """Log the bad rows of a `Tally.record`, or refuse too many of them.
 
     DataError: their share of all rows is above the limit.
     """
@@ -385,7 +385,7 @@ def judge_bad_rows(
     if not num_bad:
         return
     if num_bad <= limit * num_rows:
-        what = "source=%s bad_rows=%d rows=%d: left out, as data.max_bad_fraction allows"
+        what = "source=%s bad_rows=%d rows=%d: skipped, as data.max_bad_fraction allows"
         log.warning(what, name, num_bad, num_rows)
         for where, what, _ in first:
             log.warning("bad row %s: %s", where, what)
@@ -402,22 +402,22 @@ def judge_bad_rows(
         f"{num_bad} of {'' if is_all else 'the first '}{num_rows} rows cannot be trained on:{lines}"
         + (f"\n    and {more} more" if more > 0 else ""),
         where=name,
-        fix=f"{fix}; or leave bad rows out with data.max_bad_fraction (now {limit:g}{takes})",
+        fix=f"{fix}; or skip bad rows with data.max_bad_fraction (now {limit:g}{takes})",
         id="data.rows",
     )
 
 
-_PAIR = "; a row needs one better and one worse answer"
+_PAIR = "; a row needs a better and a worse answer"
 _NEEDS = {
     "messages": ", if it holds lists of messages; if a row is one message or a tree of messages, "
     "join the messages of each conversation into one row",
     **dict.fromkeys(("chosen", "rejected"), _PAIR),
 }
-"""What a column must hold, if another name alone may not help."""
+"""Requirements of a column, for which another name may not be enough."""
 
 
 def missing_column(column: str, names: Sequence[str], where: str, *, key: str) -> DataError:
-    """The error for a column that is not there: names those that are.
+    """The error for a missing column, with the existing columns.
 
     `key` is how the run file names it: `text_column`, or its key within `columns`.
     """
@@ -425,7 +425,7 @@ def missing_column(column: str, names: Sequence[str], where: str, *, key: str) -
         return DataError(
             f"this is plain text, without a column {column!r}",
             where=where,
-            fix="give it as JSON lines, JSON, Parquet or CSV"
+            fix="provide it as JSON lines, JSON, Parquet or CSV"
             + ("" if key in ("chosen", "rejected") else ", or set type: text"),  # dpo needs pairs
             id="data.column",
         )
@@ -434,11 +434,11 @@ def missing_column(column: str, names: Sequence[str], where: str, *, key: str) -
     if key == "text_column":
         fix = f"set data.sources.text_column to {choice}"
     elif choice == key:
-        fix = f"delete {key} from data.sources.columns, as the data has that name"
+        fix = f"delete {key} from data.sources.columns, because the data has that name"
     else:
         fix = ""
     listed = ", ".join(map(str, names)) or "none"
-    what = f"there is no column {column!r}; there are: {listed}"
+    what = f"column {column!r} not found; the columns are {listed}"
     if not fix:
         columns = {key: choice}
         rest = _NEEDS.get(key, "")
@@ -471,7 +471,7 @@ def checked_text(value: object, name: str, where: str, fix: str = "") -> str:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
             raise DataError(
-                f"{name} holds half of a surrogate pair, {value[error.start]!r}, which is no "
+                f"{name} holds half of a surrogate pair, {value[error.start]!r}, which is not a "
                 "character",
                 where=where,
                 fix="repair or remove that row",
@@ -487,7 +487,7 @@ def from_json_text(value: object, name: str, where: str, fix: str = "") -> objec
         return json.loads(value)
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{name} holds {show(value)}, which is text and not JSON",
+            f"{name} holds {show(value)}, which is text but not JSON",
             where=where,
             fix=fix or "repair or remove that row",
         ) from error

@@ -91,7 +91,7 @@ def _wanted_columns(path: Path, parser: Parser, names: Sequence[str]) -> list[st
 
 
 def _is_null(metadata: Any, field: Any) -> bool:
-    # Whether a column has nothing but nulls, as far as the file says it without being read.
+    # Whether a column has only nulls, by the file's metadata.
     if str(field.type) == "null":
         return True
     for group in map(metadata.row_group, range(metadata.num_row_groups)):

@@ -1,6 +1,6 @@
-"""The training data of a run that streams: endless, prepared in use and forgotten after it.
+"""The endless training data of a streaming run, prepared during use and deleted after use.
 
-The first rank of each node prepares the segments, in a thread and one ahead of what is read, into a
+The first rank of each node prepares the segments in a thread, one ahead of the reader, into a
 folder that all ranks of the node read.
 """
 
@@ -42,8 +42,8 @@ _FAILED, _MAKING = "failed.json", ".making"
 _SLOW_S = 5.0
 _POLL_S, _LONGEST_END_S = 0.05, 10.0
 _LONGEST_WAIT_S = 1800.0
-"""A packed file is unpacked up to the place where a segment begins: that may take minutes, in which
-nothing is written."""
+"""Seconds without progress that are allowed. A packed file is unpacked up to the start of a
+segment, which may take minutes without a write."""
 
 
 def open_streams(
@@ -57,12 +57,12 @@ def open_streams(
     world: World | None,
     progress: Callable[[str], None],
 ) -> list[StreamSamples]:
-    """The endless samples of each source of a run that streams. All ranks must call this.
+    """The endless samples of each source of a streaming run. All ranks must call this.
 
     Args:
-        cache_dir: where the segments are, while they are needed.
-        state: as `Dataset.state` gave it; None: the run begins.
-        progress: called with a line for people until training begins.
+        cache_dir: the folder of the segments that are in use.
+        state: from `Dataset.state`; None for a new run.
+        progress: called with a line for the user until training starts.
 
     Raises:
         DataError: a source is missing on a node, or differs between nodes.
@@ -72,9 +72,9 @@ def open_streams(
 
     def identify() -> list[dict[str, Any]]:
         for k in range(len(data.sources)):
-            # A copy for each, as a tokenizer that two threads use at once may fail.
+            # A copy for each thread, because a tokenizer may fail if two threads share it.
             streams.append(Stream(data, k, copy.deepcopy(tokenizer), seed))
-        # As it will be read again: tuples as lists.
+        # As JSON will return it, with lists instead of tuples.
         plain: list[dict[str, Any]] = json.loads(json.dumps([s.identity() for s in streams]))
         return plain
 
@@ -92,7 +92,7 @@ def open_streams(
 
 
 class PassedError(Exception):
-    """Samples that a stream has passed for good."""
+    """The samples are before the stream's position and no longer available."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +106,13 @@ class _Segment:
 class StreamSamples(Samples):
     """Numbered samples of one stream; shuffled within each segment, which is read from the cache.
 
-    They must be asked for in ascending order, one global batch after another: `num_targets` of a
-    whole global batch says that what lies before its first sample is passed for good. Of what is
-    forgotten nothing is read again: PassedError.
+    Ask for samples in ascending order, one global batch after another. `num_targets` of a whole
+    global batch drops all samples before its first sample. Dropped samples raise PassedError.
 
     Args:
-        producer: makes the segments; None: another rank of this node does.
-        before: the segment after which this start begins; None: from the first.
-        content: names what the samples are made of.
+        producer: makes the segments; None if another rank of this node does.
+        before: the last segment before this attempt's position; None at the start.
+        content: identifies the samples' contents.
     """
 
     def __init__(
@@ -135,14 +134,14 @@ class StreamSamples(Samples):
         self._producer, self._folder, self._before = producer, folder, before
         self._content, self._progress = content, progress
         self._seed, self._vocab_size = seed, vocab_size
-        self._open: list[_Segment] = []  # those that are not forgotten yet
+        self._open: list[_Segment] = []  # segments that are still needed
         # The first samples of the last global batches. All ranks are less than two steps apart.
         self._firsts: tuple[int, ...] = ()
         self._is_closed = False
 
     @property
     def max_token_id(self) -> int:
-        """The largest id of the first segment, which is waited for; later ones are checked."""
+        """The largest id of the first segment, after waiting for it; later segments are checked."""
         if not self._open:
             self._open_next(0)
         return self._open[0].max_token_id
@@ -153,13 +152,13 @@ class StreamSamples(Samples):
 
     @property
     def record(self) -> Mapping[str, Any]:
-        """The counts of the first segment, which is waited for."""
+        """The counts of the first segment, after waiting for it."""
         if not self._open:
             self._open_next(0)
         return self._open[0].table.record
 
     def num_targets(self, samples: Int64Array) -> Int64Array:
-        """Tokens that each of these samples trains on; what lies before them is passed."""
+        """Tokens that each of these samples trains on; drops all samples before them."""
         found = np.empty(samples.shape, dtype=np.int64)
         for segment, here, inside in self._by_segment(samples):
             found[here] = segment.table.num_targets(inside)
@@ -186,11 +185,11 @@ class StreamSamples(Samples):
         segment.table.read(int(inside[0]), input_ids_RT, targets_RT, position_ids_RT)
 
     def state(self) -> dict[str, Any] | None:
-        """The last segment of which nothing is needed any more; None: the first is needed."""
+        """The last segment that is no longer needed; None if the first is needed."""
         return None if self._before is None else self._before.record()
 
     def close(self) -> None:
-        """End the thread, and remove what is left."""
+        """Stop the thread and remove the remaining folders."""
         self._is_closed = True
         if self._producer is not None:
             self._producer.close()
@@ -204,9 +203,9 @@ class StreamSamples(Samples):
         while not self._open or last >= self._open[-1].record.end_sample:
             self._open_next(first)
             if not self._firsts:
-                self._forget(first)  # a start without a state only passes through
+                self._forget(first)  # an attempt without a state only passes through
         if first < self._open[0].record.first_sample:
-            raise PassedError(f"sample {first} of source {self._source}: it is forgotten")
+            raise PassedError(f"sample {first} of source {self._source}: it is no longer available")
         for segment in self._open:
             start = segment.record.first_sample
             here = np.flatnonzero((samples >= start) & (samples < segment.record.end_sample))
@@ -236,8 +235,8 @@ class StreamSamples(Samples):
         waited_s = time.monotonic() - began
         if training and waited_s > _SLOW_S:
             log.warning(
-                "training waited for data seconds=%.0f: preparing tokens is slower than training; "
-                "prepare them before with data.streaming: false, or give the run more CPU cores",
+                "training waited for data seconds=%.0f: preparing tokens is slower than training. "
+                "Prepare them first with data.streaming: false, or give the run more CPU cores",
                 waited_s,
             )
         store = TokenStore.open(_path(self._folder, record.number))
@@ -287,9 +286,10 @@ class StreamSamples(Samples):
                     self._progress(line)
             elif time.monotonic() - since > _LONGEST_WAIT_S:
                 raise CommunicationError(
-                    f"the first rank of this node has prepared nothing for {_LONGEST_WAIT_S:.0f} s",
+                    f"the first rank of this node has not prepared any data for "
+                    f"{_LONGEST_WAIT_S:.0f} s",
                     where=str(self._folder),
-                    fix="look at its log",
+                    fix="check its log",
                     id="data.waiting",
                 )
             time.sleep(_POLL_S)
@@ -301,7 +301,7 @@ def _path(folder: Path, number: int) -> Path:
 
 
 class _Producer:
-    """The thread that prepares the segments of one stream, one ahead of what is read.
+    """The thread that prepares the segments of one stream, one ahead of the reader.
 
     `room` is released for each segment that is opened. A failure is in `error`, and for the other
     ranks of the node in a file.
@@ -314,12 +314,12 @@ class _Producer:
         self._stream = stream
         self._folder = folder
         self._is_closed = False
-        # A daemon: where training fails, this process ends without waiting for it.
+        # A daemon, so that a failed process does not wait for it.
         self._thread = threading.Thread(target=self._run, args=(before,), daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; not for ever, as it may hang on the network."""
+        """Stop the thread, with a time limit, because it may hang on the network."""
         self._is_closed = True
         self.room.release()
         self._thread.join(timeout=_LONGEST_END_S)
@@ -338,7 +338,7 @@ class _Producer:
                 error = DataError(
                     f"{type(error).__name__}: {error}",
                     where=self._stream.source.name,
-                    fix="look at the log of the process that prepared it",
+                    fix="check the log of the process that prepared it",
                 )
             record = {part: getattr(error, part) for part in ("what", "where", "fix", "id")}
             with contextlib.suppress(OSError):
@@ -360,7 +360,7 @@ class _Producer:
             raise DataError(
                 "changed while it was read",
                 where=name,
-                fix="put it back to go on exactly from the last checkpoint",
+                fix="restore the old data to resume exactly from the last checkpoint",
                 id="data.changed",
             )
         with disk_errors(self._folder.parent):
@@ -377,7 +377,7 @@ class _Closed(Exception):
 def _agree(
     world: World | None, me: RankLocation, identify: Callable[[], list[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
-    # What every node finds its sources to be. All ranks must call this.
+    # The sources as every node sees them. All ranks must call this.
     if world is None:
         return identify()
     mine: list[dict[str, Any]] = []
@@ -393,9 +393,11 @@ def _agree(
         place, reason = failed[0]
         if len(failed) < len(found):
             raise DataError(
-                f"{reason.what}; other machines have it, and data.streaming reads it on every one",
+                f"{reason.what}; other machines have it, and with data.streaming every machine "
+                f"reads it",
                 where=f"{reason.where} on {place}",
-                fix="copy it there or put it on a disk that all share; or use data.streaming: "
+                fix="copy it there or put it on a disk that all machines share; or set "
+                "data.streaming: "
                 "false, which sends the prepared tokens",
             )
         raise reason

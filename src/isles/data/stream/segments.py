@@ -1,8 +1,8 @@
 """Segments: the pieces of an endless stream that are prepared one after another.
 
-A stream is the documents of one source in their order, and again from the first after the last,
-without those that are held out. Each segment is a folder of prepared tokens of its own, and one
-table of samples.
+A stream has the documents of one source in order, without held-out documents, and starts again
+after the last document. Each segment is a separate folder of prepared tokens with one table of
+samples.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SEGMENT_TOKENS = 2**24
-"""A segment holds about so many tokens: 32 or 64 MB on disk, and as far as samples are shuffled.
+"""Approximate tokens of a segment: 32 or 64 MB on disk. Samples are shuffled within a segment.
 
-One that reaches the end of its source ends there, unless it were less than a sixteenth of that.
+The end of the source ends a segment, unless it would have less than a sixteenth of these tokens.
 """
 
 HELD_OUT_CHARS = 2**22
-"""So much is held out for evaluation at most, about: a million tokens."""
+"""Approximate largest number of tokens held out for evaluation."""
 
 _LOOKED_AT_CHARS = 2**28
-"""Held-out rows are looked for in the first so many characters of a source, about."""
+"""Approximate number of first characters of a source that held-out rows come from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where in a stream a segment begins.
+    """The position in a stream at which a segment starts.
 
     Args:
-        epoch: how often the source was read to its end before.
-        chunk_start: the chunk in which it begins; None: the first.
+        epoch: number of earlier complete passes over the source.
+        chunk_start: the chunk of the position; None: the first chunk.
         number: rows of the source before that chunk.
-        skip: rows of that chunk before it.
-        tokens: tokens of its first document that the segment before has used.
+        skip: rows of that chunk before the position.
+        tokens: tokens of its first document that the previous segment has used.
     """
 
     epoch: int = 0
@@ -62,7 +62,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class SegmentRecord:
-    """All that is needed to make a segment again, exactly, without those before it.
+    """The data needed to make a segment again exactly, without earlier segments.
 
     Samples are counted within the stream.
     """
@@ -91,7 +91,7 @@ class SegmentRecord:
 
 
 class HoldOut:
-    """Which documents are held out for validation: by their number alone."""
+    """The choice of held-out documents, by their numbers only."""
 
     def __init__(self, fraction: float, seed: int, source: int) -> None:
         self.identity = [fraction, seed, source]
@@ -156,9 +156,9 @@ class Stream:
     def nothing_to_train(self) -> DataError:
         """The error for a source that holds nothing."""
         return DataError(
-            "holds no document to train on",
+            "has no document to train on",
             where=self.source.name,
-            fix="give it more, or take it out of the run",
+            fix="add documents to it, or remove it from the run",
             id="data.untrained",
         )
 
@@ -191,11 +191,11 @@ def make_segment(
     if table.num_samples == 0:
         counts = table.counts
         raise DataError(
-            f"none of {counts.documents} documents that follow one another can be trained on: "
-            f"{counts.too_long} are longer than data.seq_length {length}, and of "
-            f"{counts.untrained} nothing within that length is trained",
+            f"none of {counts.documents} consecutive documents can be trained on: "
+            f"{counts.too_long} are longer than data.seq_length {length}, and "
+            f"{counts.untrained} have no trained token within that length",
             where=stream.source.name,
-            fix="raise data.seq_length, or look at the data with `isles data show`",
+            fix="raise data.seq_length, or inspect the data with `isles data show`",
             id="data.untrained",
         )
     if stream.is_cut:
@@ -221,8 +221,8 @@ class _Origin:
 def _write(
     stream: Stream, begin: Position, folder: Path, tick: Callable[[int, int], None]
 ) -> tuple[list[_Origin], Position]:
-    # Write documents from `begin` on until there are enough; gives where they came from, and the
-    # place after them.
+    # Write documents from `begin` on until there are enough; returns their positions, and the
+    # position after them.
     tally = Tally(stream.source.name, stream.data.max_bad_fraction)
     size = max(stream.segment_tokens, 16 * stream.data.seq_length)
     origins: list[_Origin] = []
@@ -230,10 +230,10 @@ def _write(
     with TokenWriter(folder, stream.encoder) as writer:
         for chunk, at in stream.chunks(begin):
             if writer.num_documents == 0 and at.epoch > begin.epoch + 1:
-                tally.judge()  # where every row is bad, that is why
+                tally.judge()  # if every row is bad, report that
                 raise stream.nothing_to_train()
             if at.epoch > end.epoch and writer.num_tokens - begin.tokens > size // 16:
-                break  # small data: not many epochs at once
+                break  # for small data, not many epochs per segment
             held_out = stream.hold_out(at.number, len(chunk.rows))
             kept = [i for i in range(at.skip, len(chunk.rows)) if not held_out[i]]
             encoded = encode_each([chunk.rows[i] for i in kept], stream.encoder, tally)
@@ -296,8 +296,8 @@ class HeldOut(Source):
         if not held_chars:
             fraction = self._stream.data.validation_fraction
             raise DataError(
-                f"none of the first {number} rows is held out: a share of {fraction:g} of a "
-                "stream falls on rows at random",
+                f"none of the first {number} rows is held out: the share {fraction:g} of a stream "
+                "selects rows at random",
                 where=f"{self._stream.source.name}: data.validation_fraction",
-                fix="raise it; or use 0, and no evaluation; or data.streaming: false",
+                fix="raise it, set it to 0 to skip evaluation, or set data.streaming: false",
             )

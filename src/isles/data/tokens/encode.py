@@ -1,4 +1,4 @@
-"""Rows to documents of token ids, each with the mask of what is trained."""
+"""Documents of token ids from rows, each with a mask of its trained tokens."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 Kind = Literal["text", "chat", "instruct", "tokens", "preference"]
 
 TEMPLATED = ("chat", "instruct", "preference")
-"""Types of data that a chat template makes text of."""
+"""Types of data that a chat template renders."""
 
 MASKED = (*TEMPLATED, "tokens")
-"""Types of data of which not every token may be trained."""
+"""Types of data that may have untrained tokens."""
 
 _BATCH_CHARS = 2**20
 _BATCH_ROWS = 1024
@@ -52,14 +52,14 @@ _BATCH_ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One document; `trained` says of each token whether it is a target, None: all are."""
+    """One document; `trained` marks the tokens that are targets; None: all tokens."""
 
     ids: list[int]
     trained: npt.NDArray[np.bool_] | None
 
 
 class Encoder:
-    """Makes documents of the rows of one source.
+    """Makes documents from the rows of one source.
 
     DataError: the tokenizer lacks an end-of-text token, or a chat template for messages.
     """
@@ -87,7 +87,7 @@ class Encoder:
         self._first_ids, self._last_ids = affixes(tokenizer) if is_text else ([], [])
 
     def identity(self) -> dict[str, Any]:
-        """All that the documents of given rows depend on, for a key; plain JSON."""
+        """The values that determine the documents of given rows, for a key; plain JSON."""
         source = self._source
         identity: dict[str, Any] = {
             "kind": self.kind,
@@ -105,7 +105,8 @@ class Encoder:
         return identity
 
     def encode(self, items: Sequence[tuple[str, Item]]) -> list[list[Encoded] | DataError]:
-        """The documents of each item (a pair has two, the chosen one first), or what is wrong."""
+        """The documents of each item (a pair has two, the chosen one first), or the item's
+        error."""
         self.unread = [()] * len(items)
         if self.kind == "text":
             ids = encode(self.tokenizer, [str(item) for _, item in items])
@@ -129,7 +130,7 @@ class Encoder:
                 "no token of this row would be trained: the template does not write the "
                 "assistant's answers",
                 where=where,
-                fix="repair or remove that row, or look at the template's {% generation %} marks",
+                fix="repair or remove that row, or check the template's {% generation %} marks",
             )
             # The first token is predicted from nothing.
             is_trained = [
@@ -226,7 +227,7 @@ def encode_rows(rows: Rows, encoder: Encoder, tally: Tally) -> Iterator[list[Enc
 def encode_each(
     rows: Sequence[Row | DataError], encoder: Encoder, tally: Tally
 ) -> list[list[Encoded]]:
-    """The documents of each row: none where it is empty or bad, which goes to the tally."""
+    """The documents of each row. Empty and bad rows have none and are counted in the tally."""
     documents: list[list[Encoded]] = [[] for _ in rows]
     first = tally.num_rows + 1
     read = list(_items(rows, encoder.parser, tally))
@@ -242,7 +243,7 @@ def encode_each(
 
 
 def read_items(rows: Rows, source: SourceConfig, tally: Tally) -> Iterator[Item]:
-    """The content of rows, before there is a tokenizer; bad rows go to the tally."""
+    """The content of rows, before there is a tokenizer; bad rows are counted in the tally."""
     for _, _, item, _ in _items(rows, make_parser(source), tally):
         yield item
         tally.judge(is_all=False)

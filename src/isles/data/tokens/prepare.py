@@ -1,6 +1,6 @@
-"""Tokens prepared once, into a folder named by all that they depend on: see `run/prepared.py`.
+"""Tokens prepared once, into a folder named by a hash of their inputs: see `run/prepared.py`.
 
-Where a source lies on some nodes only, one of them sends the prepared folder to the others.
+If only some nodes have a source, one of them sends the prepared folder to the others.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from isles.run.records import MAX_LIST_BYTES, read_record
 log = logging.getLogger(__name__)
 
 NO_PROGRESS_S = 120.0
-"""A process that prepares shows a sign of life every few seconds; this long without it is dead."""
+"""Seconds without a heartbeat after which a preparing process counts as dead."""
 
 REPORT_EVERY_S = 2.0
 _LOOK_EVERY_S = 0.1
 
 Report = Callable[[str], None]
-"""Called with a line for people."""
+"""Called with a line for the user."""
 
 
 def prepare(
@@ -69,18 +69,18 @@ def prepare(
     max_bad_fraction: float = 0.0,
     no_progress_s: float = NO_PROGRESS_S,
 ) -> Path:
-    """The folder with the tokens of a source; written unless it stands there whole.
+    """The folder with the tokens of a source; written unless it is complete.
 
-    It is found by the content of the source. Files that have changed their times or their place are
-    read for that, but only if files of the same sizes were prepared before.
+    It is found by the content of the source. If files have other times or paths, they are read for
+    that, but only if files of the same sizes were prepared before.
 
-    Several processes may call it at once: one writes, the others wait for it. `progress` is called
-    with a line for people, at most every two seconds.
+    Several processes may call it simultaneously: one writes, and the others wait. `progress` is
+    called with a line for the user, at most every two seconds.
 
     Raises:
-        DataError: the source cannot be read, too many rows are bad, or the disk is full; nothing
-            is left behind.
-        CommunicationError: the process that writes has written nothing for `no_progress_s`.
+        DataError: the source cannot be read, too many rows are bad, or the disk is full. No partial
+            folder stays.
+        CommunicationError: the writing process has not written for `no_progress_s`.
     """
     order = _Order(source, encoder, cache_dir)
     # Nothing is written if the tokens are there: another user, or a mount, may have closed the
@@ -103,7 +103,7 @@ def prepare(
                 log_unread(source.name, tally.record())
                 return folder
     note_use(folder, order.key)
-    # It may have been made when more rows were allowed to be bad, and of files elsewhere.
+    # It may come from other paths, and from a run with a higher limit for bad rows.
     facts = read_record(folder / MANIFEST, MAX_LIST_BYTES) or {}
     judge_bad_rows(source.name, _of_here(facts, order.identity), max_bad_fraction)
     log_unread(source.name, facts)
@@ -218,10 +218,10 @@ def _lock(
                 progress(f"{name}: another process prepares it, {after}")
             elif time.monotonic() - since > no_progress_s:
                 raise CommunicationError(
-                    f"another process prepares {name} and has written nothing for "
-                    f"{no_progress_s:.0f} s",
+                    f"another process prepares {name} but has not written for {no_progress_s:.0f} "
+                    f"s",
                     where=str(folder.parent),
-                    fix=f"look for it: fuser {shlex.quote(str(path))} names it on its own machine",
+                    fix=f"find the process with `fuser {shlex.quote(str(path))}` on its machine",
                     id="data.waiting",
                 ) from None
             time.sleep(_LOOK_EVERY_S)
@@ -231,7 +231,7 @@ def _lock(
 
 
 def size_of_folders(folders: Iterable[Path]) -> int:
-    """Bytes in some folders that others write to or remove meanwhile."""
+    """Bytes in folders that other processes may write or remove during the call."""
     size = 0
     for folder in folders:
         with suppress(OSError):
@@ -240,7 +240,7 @@ def size_of_folders(folders: Iterable[Path]) -> int:
 
 
 def _touched_ns(folders: Iterable[Path]) -> int:
-    # When who prepares has last touched one of these.
+    # When the preparing process last touched one of these.
     times = [0]
     for folder in folders:
         with suppress(OSError):
@@ -250,9 +250,9 @@ def _touched_ns(folders: Iterable[Path]) -> int:
 
 @contextmanager
 def reporting(progress: Report, doing: str, every_s: float = REPORT_EVERY_S) -> Iterator[None]:
-    """Report, for as long as something goes on that reports nothing, that it does.
+    """Report regularly that an action continues, if it does not report its own progress.
 
-    Only around what ends by itself, such as a download, which has time-outs of its own.
+    Use it only for actions that end by themselves, such as downloads, which have timeouts.
     """
     is_over, began = threading.Event(), time.monotonic()
 
@@ -284,7 +284,7 @@ def _prepare_anew(order: _Order, progress: Report, tally: Tally) -> Path:
             reported_at = time.monotonic()
 
     def rows() -> Rows:
-        # Of a stream few rows are held out: what is read is news before a batch is written.
+        # A stream holds out few rows, so report rows that were read before a batch is written.
         nonlocal num_chunks
         for chunk in source.chunks(encoder.parser):
             num_chunks += 1
@@ -301,7 +301,7 @@ def _prepare_anew(order: _Order, progress: Report, tally: Tally) -> Path:
                 raise DataError(
                     "changed while it was read",
                     where=name,
-                    fix="start again when nothing writes to it any more",
+                    fix="start again after all writes to it have ended",
                     id="data.changed",
                 )
             tally.judge()
@@ -325,11 +325,11 @@ def count_message(name: str, num_documents: int, num_tokens: int) -> str:
 
 def no_documents(name: str, kind: str) -> DataError:
     """The error for a source that holds nothing."""
-    what = "document that holds more than white space" if kind == "text" else "row"
+    what = "document with text" if kind == "text" else "row"
     return DataError(
-        f"the source is empty: no {what}",
+        f"the source is empty: it has no {what}",
         where=name,
-        fix="give it some, or take it out of data.sources",
+        fix="add some, or remove it from data.sources",
         id="data.short",
     )
 
@@ -349,29 +349,29 @@ def prepare_everywhere(
 ) -> Path:
     """The prepared tokens of one source, on every node. All ranks must call this.
 
-    Where every node has the source, or it is none of files, each node prepares it. Where some lack
-    it, the others prepare it, and one of them sends the result; a node that has it in its cache
-    already is sent nothing.
+    If every node has the source, or it is not made of files, each node prepares it. Otherwise the
+    nodes that have it prepare it, and one of them sends the result. Nodes with the result in their
+    cache do not receive it.
 
     Args:
-        make: prepares it into `cache_dir` and gives the folder; called on one rank of each node
-            that has it, in a thread.
+        make: prepares it into `cache_dir` and returns the folder; called in a thread on one rank of
+            each node that has it.
 
     Raises:
         DataError: no node has it, or nodes have different data under its name.
-        TrainingError: the disk is full, or what has arrived is not what was sent.
-        CommunicationError: a node that prepares gives no sign of life.
+        TrainingError: the disk is full, or the received data differs from the sent data.
+        CommunicationError: a preparing node gives no heartbeat.
     """
     with disk_errors(cache_dir):
         cache_dir.mkdir(parents=True, exist_ok=True)
     me = place_of(world)
     here = _Node(me, _sizes(source) if me.is_leader else {})
-    # A folder of many files on a slow disk takes its time.
+    # A folder of many files on a slow disk takes long.
     leaders = [node for node in world.gather(here, group=world.work) if node.place.is_leader]
     holders = [node for node in leaders if node.sizes] or leaders
     if len(holders) < len(leaders):
         names = ", ".join(str(node.place) for node in holders)
-        progress(f"{source.path}: lies on {names} alone")
+        progress(f"{source.path} is only on {names}")
 
     def work(report: Report) -> tuple[str, str]:
         folder = make(report)
@@ -407,7 +407,7 @@ def _send(
     world: World,
     progress: Report,
 ) -> None:
-    # Bring a folder from one node to those that lack it. All ranks must call this.
+    # Send a folder from one node to the nodes that lack it. All ranks must call this.
     me = place_of(world)
     needs = me in lacking and find_damage(folder) is not None
     files = None
@@ -433,7 +433,7 @@ def _send(
 
 
 def rank_with_data(data: DataConfig, world: World) -> int:
-    """The first rank whose node has every source that some node has; 0 where there is no other.
+    """The first rank whose node has all sources that any node has; 0 with a single node.
 
     All ranks must call this. DataError: no node has them all.
     """
@@ -447,16 +447,15 @@ def rank_with_data(data: DataConfig, world: World) -> int:
             return place.rank
     lists = (f"{place} has {', '.join(sorted(has)) or 'none'}" for place, has in leaders)
     raise DataError(
-        f"no machine has all of the sources that the tokenizer is to be trained on: "
-        f"{'; '.join(lists)}",
+        f"no machine has all sources that the tokenizer is trained on: {'; '.join(lists)}",
         where="tokenizer.train_vocab_size",
-        fix="copy them to one machine, or train the tokenizer before and name it in "
-        "tokenizer.name_or_path",
+        fix="copy them to one machine, or train the tokenizer first and set "
+        "tokenizer.name_or_path to it",
     )
 
 
 def _sizes(source: SourceConfig) -> dict[str, int]:
-    # Of the files that a source names on this machine; none for a built-in name or a hub id.
+    # Sizes of a source's files on this machine; empty for a built-in name or Hugging Face id.
     if source.path is None or source.path in BUILT_IN:
         return {}
     root = Path(source.path).expanduser()
@@ -465,13 +464,13 @@ def _sizes(source: SourceConfig) -> dict[str, int]:
         inside = root if root.is_dir() else root.parent
         return {os.path.relpath(file, inside): file.stat().st_size for file in files}
     except (OSError, DataError):
-        return {"": 0}  # it is there, and reading it says what is wrong
+        return {"": 0}  # it exists, and reading it reports the error
 
 
 def different_data(
     one: RankLocation, other: RankLocation, here: Any, there: Any, fix: str
 ) -> DataError:
-    """The error for two nodes with different data under one name, from what describes each."""
+    """The error for two nodes with different data under one name, from their descriptions."""
     return DataError(
         f"{one} and {other} hold different data: {_difference(here, there)}",
         where="data.sources",

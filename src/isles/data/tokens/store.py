@@ -1,6 +1,6 @@
-"""Prepared tokens on disk: one folder a source, whole or absent.
+"""Prepared tokens on disk: one folder per source, complete or absent.
 
-A folder is written beside its place under a name that says whose it is, hashed as it grows, synced
+A folder is written under a temporary name that identifies its owner, hashed while it grows, synced
 with its manifest last, and renamed. Readers map it into memory.
 """
 
@@ -35,7 +35,7 @@ from isles.run.records import MAX_LIST_BYTES, read_record, used_up
 log = logging.getLogger(__name__)
 
 FORMAT = 3
-"""Of the files, and of how rows become tokens; another number is another key."""
+"""Version of the files and of the conversion of rows to tokens; a new number gives new keys."""
 
 DOCUMENTS = "docs.npy"
 TRAINED = "trained.bin"
@@ -51,7 +51,7 @@ _CLOSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errn
 
 
 def find_damage(folder: Path, encoder: Encoder | None = None) -> str | None:
-    """Why this folder cannot be used, or None.
+    """The reason why this folder cannot be used, or None.
 
     The check covers the manifest, the sizes and types of the files, and the ends of the documents.
     If `encoder` is given, the tokens must be of its type and its tokenizer.
@@ -160,12 +160,12 @@ class TokenStore:
     def open(cls, folder: Path, name: str | None = None) -> TokenStore:
         """A folder that `prepare` returned. DataError: it is not whole or not sound.
 
-        `name`: of the source, which may have had another when the folder was made.
+        `name`: of the source, which may have had another name when the folder was made.
         """
         try:
             found = _whole(folder)
         except (OSError, ValueError) as error:
-            raise _damaged(f"the prepared tokens are not whole: {error}", folder) from error
+            raise _damaged(f"the prepared tokens are incomplete: {error}", folder) from error
         return cls(
             folder=folder,
             name=name or found.manifest["name"],
@@ -183,12 +183,12 @@ class TokenStore:
         DataError: an id is larger than `max_token_id`.
         """
         if ids.size and (largest := int(ids.max())) > self.max_token_id:
-            what = f"the prepared tokens hold id {largest}, and {MANIFEST} names at most "
+            what = f"the prepared tokens hold id {largest}, but {MANIFEST} allows at most "
             raise _damaged(f"{what}{self.max_token_id}", self.folder)
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all that samples are made of, as it was noted when it was written."""
+        """SHA-256 of all data of the samples, from the manifest."""
         files = self.manifest["files"]
         if self.kind == "text":
             return str(files[TOKENS]["sha256"])
@@ -197,7 +197,7 @@ class TokenStore:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """What was noted when it was written: `rows`, `empty`, `bad` and `first_bad` among it."""
+        """Counts from the manifest, among them `rows`, `empty`, `bad` and `first_bad`."""
         return cast("dict[str, Any]", read_record(self.folder / MANIFEST, MAX_LIST_BYTES))
 
 
@@ -205,8 +205,8 @@ def _damaged(what: str, folder: Path) -> DataError:
     return DataError(
         what,
         where=str(folder),
-        fix="delete this folder, or set data.cache_dir to a folder of yours, and start again: "
-        "isles then prepares the tokens again",
+        fix="delete this folder, or set data.cache_dir to your own folder, and start again: isles "
+        "then prepares the tokens again",
         id="data.damaged",
     )
 
@@ -260,15 +260,14 @@ def disk_errors(cache_dir: Path) -> Iterator[None]:
         if limit := used_up(error, cache_dir):
             usage = shutil.disk_usage(cache_dir)
             raise DataError(
-                f"{limit[0]} while tokens are written: {usage.free} of {usage.total} bytes are "
-                "free",
+                f"{limit[0]} while writing tokens: {usage.free} of {usage.total} bytes are free",
                 where=str(cache_dir),
                 fix=f"{limit[1]}, or set data.cache_dir to a folder on a larger disk",
                 id="disk.free",
             ) from error
         if error.errno in _CLOSED:
             raise DataError(
-                f"the cache folder cannot be written: {error.strerror}",
+                f"cannot write to the cache folder: {error.strerror}",
                 where=str(error.filename or cache_dir),
                 fix=_OTHER_FOLDER,
                 id="files.output",
@@ -279,7 +278,7 @@ def disk_errors(cache_dir: Path) -> Iterator[None]:
 class TokenWriter:
     """Appends the documents of an encoder to a new folder; `finish` makes it whole.
 
-    Small vocabularies take two bytes a token, others four.
+    Small vocabularies take two bytes per token, others four.
     """
 
     def __init__(self, folder: Path, encoder: Encoder) -> None:

@@ -45,7 +45,7 @@ TRAINING_TEXT_BYTES = 256 * 2**20
 PIECE_CHARS = 2**18
 """Longer documents are tokenized in pieces of about this many characters, each cut after a line.
 
-Tokenizers need some 100 bytes a token at once, and some are quadratic in a text without spaces.
+A tokenizer needs about 100 bytes per token, and may be quadratic in a text without spaces.
 """
 
 _LOCAL_FILES = (
@@ -62,22 +62,23 @@ _CONFIG = "tokenizer_config"
 _HUB_FILES = ("tokenizer.json", *TOKENIZER_FILES, "added_tokens.json")
 _NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _SLOW_S = 20.0
-_SLOW = "tokenizer=%s takes long for a short text: its tokenizer.json may have a rule without end"
+_SLOW = "tokenizer=%s takes long for a short text: its tokenizer.json may have a rule that never "
+"ends"
 _FIX = (
-    "name a folder or hub id that holds a tokenizer in tokenizer.name_or_path, or train one on the "
-    "data with tokenizer.train_vocab_size"
+    "set tokenizer.name_or_path to a folder or Hugging Face id with a tokenizer, or train one on "
+    "the data with tokenizer.train_vocab_size"
 )
 OTHER_TOKENIZER = (
     "use the tokenizer that belongs to the model, or train one: tokenizer.train_vocab_size with "
     "model.init: scratch"
 )
-"""What to do about tokens that a model does not know."""
+"""Fix for tokens that a model does not know."""
 
 
 def load_tokenizer(
     name_or_path: str, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """A Hugging Face tokenizer from a local folder or the hub.
+    """A Hugging Face tokenizer from a local folder or Hugging Face.
 
     DataError or ConfigError: it is missing, does not work, or would read a file elsewhere.
     """
@@ -87,13 +88,14 @@ def load_tokenizer(
     if path.is_dir():
         if not any((path / name).is_file() for name in _LOCAL_FILES):
             raise DataError(
-                "the folder holds no tokenizer", where=str(path), fix=_FIX, id="data.tokenizer"
+                "the folder does not contain a tokenizer",
+                where=str(path),
+                fix=_FIX,
+                id="data.tokenizer",
             )
         name_or_path = str(path)
     elif name_or_path.startswith(("/", ".", "~")):
-        raise DataError(
-            "there is no such folder", where=name_or_path, fix=_FIX, id="data.tokenizer"
-        )
+        raise DataError("folder not found", where=name_or_path, fix=_FIX, id="data.tokenizer")
     folder = _check_files(path, name_or_path)
     place = name_or_path
     slow = threading.Timer(_SLOW_S, log.warning, [_SLOW, name_or_path])
@@ -117,14 +119,14 @@ def load_tokenizer(
         # A model type without tokenizer files yields an empty vocabulary instead of an error.
         if not encode(tokenizer, ["The quick brown fox."])[0]:
             raise DataError(
-                "the tokenizer knows no tokens", where=name_or_path, fix=_FIX, id="data.tokenizer"
+                "the tokenizer has no tokens", where=name_or_path, fix=_FIX, id="data.tokenizer"
             )
     except UserError:
         raise
     # Its classes let whatever their files provoke pass through, and those come from elsewhere.
     except Exception as error:
         raise DataError(
-            f"the tokenizer cannot be loaded: {type(error).__name__}: {str(error)[:500]}",
+            f"cannot load the tokenizer: {type(error).__name__}: {str(error)[:500]}",
             where=name_or_path,
             fix=_FIX,
             id="data.tokenizer",
@@ -139,7 +141,7 @@ def _check_files(folder: Path, name: str) -> Path | None:
     if not folder.is_dir():
         fetched = _fetch(name, _HUB_FILES)
         if not fetched:
-            return None  # it has none, or the hub does not answer: loading it says so
+            return None  # no files, or no answer from Hugging Face: loading reports it
         folder = fetched[0].parent
         if versions := _versions(folder):
             _fetch(name, versions)
@@ -152,7 +154,7 @@ def _check_files(folder: Path, name: str) -> Path | None:
         try:
             check_steps(path)
         except OSError:
-            continue  # loading it says why
+            continue  # loading reports the reason
         except ValueError as error:
             raise DataError(
                 f"the tokenizer cannot be used: {error}",
@@ -197,14 +199,14 @@ def _as_its_file(
         plain.backend_tokenizer.post_processor = tokenizer.backend_tokenizer.post_processor
     if _probe_ids(plain.backend_tokenizer) != _probe_ids(own):
         raise DataError(
-            "transformers makes other ids of a text than its tokenizer.json",
+            "transformers gives other ids than its tokenizer.json",
             where=str(file),
             fix=_FIX,
             id="data.tokenizer",
         )
     if different or added:
-        what = "makes other ids of a text" if different else f"adds the token {added[0]!r}"
-        text = "tokenizer=%s is read as its tokenizer.json is: %s of transformers %s"
+        what = "gives other ids" if different else f"adds the token {added[0]!r}"
+        text = "tokenizer=%s follows its tokenizer.json, because %s of transformers %s"
         log.warning(text, name, kind.__name__, what)
     plain.name_or_path = tokenizer.name_or_path
     return plain
@@ -280,7 +282,7 @@ def clear_panics(where: str) -> Iterator[None]:
         raise DataError(
             f"the tokenizer gives up on a text: {' '.join(str(error).split())[:300]}",
             where=where,
-            fix=f"its tokenizer.json has a rule that cannot be followed; {_FIX}",
+            fix=f"its tokenizer.json has a broken rule; {_FIX}",
             id="data.tokenizer",
         ) from None
 
@@ -360,7 +362,7 @@ def _first_pieces(documents: Iterable[str]) -> Iterator[str]:
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Names what the ids of a text depend on: equal before saving and after loading."""
+    """A fingerprint of the settings that affect ids; equal before saving and after loading."""
     if tokenizer.is_fast:
         state = json.loads(tokenizer.backend_tokenizer.to_str())
         # Truncation and padding change with use; the last two do not touch ids as we ask for them.
@@ -396,7 +398,7 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
 def check_vocabulary(
     tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, is_trained: bool = False
 ) -> str:
-    """A warning about tokens that the model does not know; empty where there are none.
+    """A warning about tokens that the model does not know, or an empty text.
 
     Added tokens may be unknown: Gemma 3's tokenizer has one for images, which its text models lack.
     DataError: weights that are still to be trained lack more than these.
@@ -412,12 +414,12 @@ def check_vocabulary(
         f"{unknown[first]!r} (token {first}){more}"
     )
     if is_trained or len(added) == len(unknown):
-        return f"{what}; no text with one of them can be trained on or be a prompt"
+        return f"{what}; isles cannot train on a text with one of them, or use it as a prompt"
     raise DataError(what, where="tokenizer.name_or_path", fix=OTHER_TOKENIZER, id="data.tokenizer")
 
 
 def affixes(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Ids that the tokenizer itself puts before and behind a text, such as BOS of Llama and Gemma.
+    """Ids that the tokenizer puts before and after a text, such as BOS of Llama and Gemma.
 
     The end-of-text token does not count, because every document ends with it.
     """
@@ -432,7 +434,7 @@ def affixes(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
 
 
 def add_nothing(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let a tokenizer put nothing before and behind a text.
+    """Stop a tokenizer from adding tokens before and after a text.
 
     DataError: its class does so anyway.
     """
