@@ -24,7 +24,7 @@ from isles.config.load import load_run_file
 from isles.config.resolve import resolve
 from isles.launch.local import added_variables, agent_command, local_fleet, start_agent
 from isles.outer.bucket.chain import Chain
-from isles.outer.hub.core import Core
+from isles.outer.hub.core import HubCore
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.rules import Settings
 from isles.run.begin import begin_run, new_attempt
@@ -310,7 +310,7 @@ class Run:
             self._server = None
             return found
         memory = Journal(Path(":memory:"))
-        core = Core(self.folder / "state", Settings(), time.monotonic, memory)
+        core = HubCore(self.folder / "state", Settings(), time.monotonic, memory)
         Chain(open_store(f"{BUCKET_URL}/{RUN}", "this benchmark"), core).open()
         spans = memory.rows("SELECT * FROM blocks ORDER BY start")
         assert all(a["stop"] <= b["start"] for a, b in pairwise(spans)), "a sample twice"

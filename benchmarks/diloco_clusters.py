@@ -25,7 +25,7 @@ from isles.outer.average import combine
 from isles.outer.cluster import Cluster
 from isles.outer.codec import parse_codec
 from isles.outer.diloco import OuterSettings
-from isles.outer.layout import Layout, make_layout
+from isles.outer.layout import FragmentLayout, make_layout
 from isles.outer.trainer.sync import Schedule, schedule_of
 from isles.train.metrics import evaluate
 from isles.train.model import count_parameters, whole_model
@@ -168,7 +168,7 @@ class Turn:
 class Meeting:
     """The clusters' turns; stands where hub and links are."""
 
-    layout: Layout
+    layout: FragmentLayout
     replicas: Sequence[Replica]
     clusters: Sequence[Cluster]
     folder: Path

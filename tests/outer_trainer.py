@@ -24,7 +24,7 @@ from isles.outer.diloco import OuterSettings
 from isles.outer.hub import __main__ as hub
 from isles.outer.layout import make_layout
 from isles.outer.messages import Adopt, Apply, Lease, Reset, Revoke, SendState
-from isles.outer.trainer.step import Exchange
+from isles.outer.trainer.step import OuterStep
 from isles.run.env import RankEnv
 from isles.run.records import read_record, write_record
 from isles.train.progress import Progress
@@ -95,7 +95,7 @@ class Trainer:
         self.weights = Numbers(options.get("seed", 0), shapes)
         cluster = Cluster(self.weights, world, self.layout, OuterSettings())
         config = DiLoCoConfig(fragments=fragments)
-        self.exchange = Exchange(config, name, member_id(name), cluster, self.layout, self)
+        self.exchange = OuterStep(config, name, member_id(name), cluster, self.layout, self)
         self.samples = self.exchange.begin(Progress.fresh())
         self.is_ready = self.is_refused = False
         self.seen: list[str] = []

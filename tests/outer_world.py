@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from isles.outer.hub.core import Core, events
+from isles.outer.hub.core import HubCore, events
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.rules import Refusal, Settings
 from isles.outer.messages import (
@@ -42,8 +42,8 @@ class World:
         for name in names:
             self.join(name)
 
-    def _open(self) -> Core:
-        return Core(self.folder, self.settings, lambda: self.now)
+    def _open(self) -> HubCore:
+        return HubCore(self.folder, self.settings, lambda: self.now)
 
     def restart(self) -> None:
         """As after kill -9: only what is on the disk is left."""

@@ -108,7 +108,7 @@ def test_tokens_get_to_the_nodes_that_lack_the_data_once(tmp_path):
     shutil.rmtree(one)
     errors = build(tmp_path, 2, 2)
     assert all(error == errors[0] for error in errors)
-    assert "tokens.bin is not what was to be sent: its SHA-256 has changed" in errors[0]
+    assert "tokens.bin was damaged: its SHA-256 changed" in errors[0]
     assert "rank 0 on" in errors[0] and "on the disk of rank 2" in errors[0]
     assert not one.exists() and not list(one.parent.glob(".partial-*"))
 
@@ -193,7 +193,7 @@ def hang_on_rank_one(env: RankEnv, does: str) -> Any:
 
 def test_those_who_wait_hear_of_a_node_that_hangs_or_fails():
     for is_communication, text in run_ranks(hang_on_rank_one, 2, "hang"):
-        assert is_communication and "said nothing new" in text and "1 ('begun')" in text
+        assert is_communication and "reported nothing new" in text and "1 ('begun')" in text
     for is_communication, text in run_ranks(hang_on_rank_one, 2, "fail"):
         assert not is_communication and "ValueError: a fault of ours" in text
     gang = start_ranks(hang_on_rank_one, 2, "die")

@@ -277,7 +277,7 @@ def refuse_broken_files(side: Side, path: Path) -> None:
     for file, version, digest, says in (
         (average, 0, before[1], "average: .*layout"),
         (state, 8, before[1], "state: .*outer step"),
-        (state, 7, "other", "state holds other outer parameters than the cluster that gave it"),
+        (state, 7, "other", "outer parameters in state differ from those of the cluster"),
     ):
         with pytest.raises(TrainingError, match=says):
             side.take(0, file, version, digest)

@@ -13,7 +13,7 @@ import pytest
 
 from isles.outer.bucket import BucketSettings
 from isles.outer.hub.journal import Journal
-from isles.outer.hub.samples import Samples
+from isles.outer.hub.samples import SampleLeases
 from isles.run.objects import StoreError, open_store, probe
 from tests.buckets import bucket
 from tests.outer_trainer import SAMPLES, Clusters, serve
@@ -66,7 +66,7 @@ def test_kills_and_freezes_lose_no_contribution(tmp_path: Path) -> None:
         records = clusters.end(turns, "abc")
         journal = clusters.journal()
         assert participants(journal) == [[1, 2, 3]] * turns
-        assert Samples(journal).counts()["averaged"] == turns * 3 * SAMPLES
+        assert SampleLeases(journal).counts()["averaged"] == turns * 3 * SAMPLES
         journal.close()
     history = records["a"]["history"]
     assert all(turn["is_in"] for turn in history.values())
@@ -104,7 +104,7 @@ def test_a_straggler_applies_what_it_missed_and_a_newcomer_takes_the_state(tmp_p
     assert list(c["history"]) == ["4", "5"] and len(b["history"]) == 6
     assert any("Adopt(version=4" in event for event in c["seen"])
     assert not any("Adopt" in event for event in b["seen"])
-    assert clusters.have_seen("lr is another rate in d and 0.7 in the run", "d")
+    assert clusters.have_seen("lr is another rate in d, but 0.7 in the run", "d")
 
 
 def in_bucket(folder: Path, url: str, **rules: Any) -> Clusters:
@@ -135,8 +135,8 @@ def test_faults_of_a_bucket_end_in_patience(tmp_path: Path) -> None:
         ("busy", {"share": 0.3}, ""),
         ("stale", {}, ""),
         ("full", {}, "The bucket is full"),
-        ("forbidden", {}, "the bucket is away, training goes on: it is forbidden"),
-        ("away", {}, "the bucket is away, training goes on"),
+        ("forbidden", {}, "the bucket is unreachable, training continues: access is forbidden"),
+        ("away", {}, "the bucket is unreachable, training continues"),
     ]
     rules = {"min_clusters": 3, "dead_after_s": 60.0}  # the first turn has all three, too
     with (

@@ -224,16 +224,16 @@ def test_a_state_that_is_not_what_was_announced_reaches_nobody(tmp_path):
         async with HubApi(line, member_id("e")) as evil, HubApi(line, member_id("n")) as newcomer:
             await evil.join(joining("e"), DEADLINE_S)
             await newcomer.join(joining("n", outer_params=["1" * 64]), DEADLINE_S)
-            with pytest.raises(Exception, match="asked for it is e"):
+            with pytest.raises(Exception, match="requested from e"):
                 await newcomer.pull_state(tmp_path / "pulled", 0.5)
-            with pytest.raises(HubRefusal, match="holds other outer parameters"):
+            with pytest.raises(HubRefusal, match="differ from its announcement"):
                 await evil.give_state(0, [ZERO], [state], DEADLINE_S)
-            with pytest.raises(Exception, match="no state has come"):
+            with pytest.raises(Exception, match="no state has arrived"):
                 await newcomer.pull_state(tmp_path / "pulled", 0.5)
             digest = spoilt(state)
             with pytest.raises(HubRefusal):
                 await evil.give_state(0, [digest], [state], DEADLINE_S)
-            with pytest.raises(Exception, match="no state has come"):
+            with pytest.raises(Exception, match="no state has arrived"):
                 await newcomer.pull_state(tmp_path / "pulled", 0.5)
 
     with hub(tmp_path) as (_, line):

@@ -21,9 +21,9 @@ from isles.outer.cluster import Cluster
 from isles.outer.codec import parse_codec
 from isles.outer.diloco import OuterSettings
 from isles.outer.hub.journal import Journal
-from isles.outer.hub.samples import Samples
+from isles.outer.hub.samples import SampleLeases
 from isles.outer.layout import make_layout
-from isles.outer.trainer.step import Exchange
+from isles.outer.trainer.step import OuterStep
 from isles.run.checkpoints import list_checkpoints
 from isles.run.env import RankEnv
 from isles.run.paths import RunDir
@@ -142,7 +142,9 @@ def test_unequal_clusters_keep_the_same_weights_through_a_kill(site: Site) -> No
         again, b_gang = site.start("b", 1, outer, *options)
         assert again.path == b.path
         assert a_gang.wait() == [0, 0] and b_gang.wait() == [0]
-        assert Samples(Journal(site.state / "hub.sqlite")).counts()["averaged"] >= 24 * 6 + 6 * 12
+        assert (
+            SampleLeases(Journal(site.state / "hub.sqlite")).counts()["averaged"] >= 24 * 6 + 6 * 12
+        )
     rows, digests = turns_of(a), digests_of(b)
     assert len(rows) >= 8 and len(digests) >= 8
     assert digests.items() <= digests_of(a).items()
@@ -263,15 +265,15 @@ def phase_of(run_dir: RunDir) -> str:
 
 def halts_at_the_end(env: RankEnv, run: Path, attempt: int, resume_from: Path | None) -> int:
     """A rank that is stopped when it is about to contribute to the last turn, or to one more."""
-    contribute = Exchange.contribute
+    contribute = OuterStep.contribute
 
-    def halt(turns: Exchange, outer_step: int) -> None:
+    def halt(turns: OuterStep, outer_step: int) -> None:
         if outer_step >= LAST_TURN:
-            Exchange.contribute = contribute  # type: ignore[method-assign]
+            OuterStep.contribute = contribute  # type: ignore[method-assign]
             os.kill(os.getpid(), signal.SIGSTOP)
         contribute(turns, outer_step)
 
-    Exchange.contribute = halt  # type: ignore[method-assign]
+    OuterStep.contribute = halt  # type: ignore[method-assign]
     return rank_of_a_cluster(env, run, attempt, resume_from)
 
 
@@ -314,7 +316,7 @@ def manifests(env: RankEnv, folder: Path) -> list[str]:
     cluster = Cluster(weights, world, layout, OuterSettings())
     progress, config = Progress.fresh(), DiLoCoConfig(sync_every=8, fragments=2, delay=1)
     recorder = Recorder(RunDir(folder), is_main=False, world_size=1)
-    exchange = Exchange(config, "a", "ab" * 16, cluster, layout, recorder)
+    exchange = OuterStep(config, "a", "ab" * 16, cluster, layout, recorder)
     exchange.begin(progress).add([(0, 100)])
     progress.advance(samples=4, tokens=40, target_tokens=40)
     manifest = exchange.manifest()

@@ -112,7 +112,7 @@ def test_a_model_with_code_of_its_own_is_not_cut_into_stages() -> None:
     for model in (Own(small_config("llama")), small_model("gpt2")):
         with pytest.raises(UserError) as caught:
             check_model(model)
-        assert "cannot be cut into stages" in caught.value.what
+        assert "cannot be split into stages" in caught.value.what
         assert "pp_size" in caught.value.fix
 
 

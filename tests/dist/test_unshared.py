@@ -204,10 +204,10 @@ def test_files_travel_whole_or_not_at_all_in_little_memory(tmp_path: Path) -> No
     assert found[0]["first"] == [1, 2]
     assert found[0]["again"] == [], "what is there already is not sent"
     assert "gone" in found[0]["gone"] and "No such file" in found[0]["gone"]
-    assert "tiny is not what was to be sent: its SHA-256 has changed" in found[0]["wrong"]
-    assert "No space left on device; 0 B are free" in found[0]["small"]
+    assert "tiny was damaged: its SHA-256 changed" in found[0]["wrong"]
+    assert "No space left on device; 0 B free" in found[0]["small"]
     assert str(small) in found[0]["small"]
-    assert "is not what was to be sent" in found[0]["damaged"]
+    assert "was damaged: its SHA-256" in found[0]["damaged"]
     assert "rank 2 on" in found[0]["damaged"]
 
 

@@ -130,9 +130,9 @@ def test_a_run_in_rootless_podman_stops_and_goes_on(boxer: Boxer) -> None:
 
 def test_an_image_without_isles_or_that_is_not_there(boxer: Boxer) -> None:
     cases = {
-        ("python=/opt/python",): f"the image {IMAGE} has no such Python",
+        ("python=/opt/python",): f"the image {IMAGE} does not contain this Python",
         ("image=localhost/none:1",): "the image localhost/none:1 is not here",
-        ("image=./none.sif", "runtime=podman"): "there is no image",
+        ("image=./none.sif", "runtime=podman"): "image not found",
     }
     for keys, words in cases.items():
         given = [f"clusters.0.environment.container.{key}" for key in keys]
@@ -205,7 +205,7 @@ def test_apptainer_over_ssh(images: Lab) -> None:
     lab, launcher = images, {"kind": "ssh", "hosts": ["a1", "a2"]}
     run_dir = boxed(lab, "apart", launcher, "train.sif")
     text = isles(lab, "train", "apart.yaml", _of("bare.sif"), expected=2)
-    assert "the image bare.sif has no isles" in text and "host a1" in text
+    assert "the image bare.sif does not contain isles" in text and "host a1" in text
     assert not run_dir.path.exists()
     isles(lab, "train", "apart.yaml")
     assert_in_container(run_dir, lab)
@@ -219,21 +219,21 @@ def test_apptainer_and_pyxis_in_slurm(images: Lab) -> None:
         launcher = {"kind": "slurm", "gres": "none", "time": "10m"}
         run_dir = boxed(lab, "sif", launcher, "train.sif")
         text = isles(lab, "train", "sif.yaml", "name=bare", _of("bare.sif"), expected=2)
-        assert "the image bare.sif has no isles" in text
+        assert "the image bare.sif does not contain isles" in text
         isles(lab, "train", "sif.yaml")
         assert_in_container(run_dir, lab)
         for host in ("ctl", "a1", "a2"):
             sh(lab, host, f"cp {LAB}/srun {LAB}/apptainer /usr/local/bin/ && srun --help | head -1")
         run_dir = boxed(lab, "oci", launcher, "ghcr.io/me/train:1.2")
         text = isles(lab, "train", "oci.yaml")
-        assert "is not looked at here" in text
+        assert "is not checked before the start" in text
         assert_in_container(run_dir, lab)
         node = run_dir.attempt(1).path / "node-1.log"
         assert "in the container" not in node.read_text(), "srun has entered it"
         for host in ("a1", "a2"):
             sh(lab, host, "echo /usr/bin >/images/ghcr.io_me_train_1.2")
         text = isles(lab, "train", "oci.yaml", "name=none", expected=2)
-        assert "has no isles" in text
+        assert "does not contain isles" in text
 
 
 def _of(image: str) -> str:

@@ -111,7 +111,7 @@ def test_nodes_come_and_go(run_file: Path) -> None:
         assert held is not None
         os.kill(held.pid, signal.SIGSTOP)
         back = isles("train", str(run_file), *several, "--detach", cwd=cwd)
-        assert "running with 1 of 2 nodes: bringing back node 1" in back.out
+        assert "running with 1 of 2 nodes; starting node 1 again" in back.out
         log, waiting = attempt.node_log(0), "other nodes are waiting to join"
         command.until(lambda: waiting in log.read_text(errors="replace"))
         os.kill(held.pid, signal.SIGCONT)

@@ -66,8 +66,8 @@ def test_typed_late_they_wait_train_and_stop_together(lab: Lab) -> None:
     attempt = run_dir.attempt(1)
     on_a2, twice_a2 = type_on(lab, "a2", second, token), type_on(lab, "a2", second, token)
     on_a1, twice_a1 = type_on(lab, "a1", first, token), type_on(lab, "a1", first, token)
-    on_a1 = first_to_stay(on_a1, twice_a1, "typed-1 is on its way already", ExitCode.USER)
-    on_a2 = first_to_stay(on_a2, twice_a2, "node 1 is there already: a2", ExitCode.PREFLIGHT)
+    on_a1 = first_to_stay(on_a1, twice_a1, "typed-1 is running already", ExitCode.USER)
+    on_a2 = first_to_stay(on_a2, twice_a2, "node 1 is connected already: a2", ExitCode.PREFLIGHT)
     missing = "waiting for node 2 (10.77.1.3)"
     until(lambda: missing in str((read_record(run_dir.status) or {}).get("detail")), "it is named")
     on_a3 = type_on(lab, "a3", third, token)

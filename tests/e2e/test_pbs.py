@@ -121,7 +121,7 @@ def goes_on(lab: Lab, name: str, save_after: int) -> RunDir | None:
     outcome = read_record(attempt.outcome)
     if outcome is None:
         return run_dir
-    assert "no time for a single step" in outcome["reason"], outcome
+    assert "too short for a single step" in outcome["reason"], outcome
     return None
 
 

@@ -168,8 +168,8 @@ def test_a_killed_rank_is_started_again(tmp_path: Path, own: RunDir) -> None:
 
 STOPS = {
     "obey": "asked to stop; the script ended with exit code 0",
-    "wait": "the script does not handle SIGTERM, and saved nothing for it",
-    "refuse": "had not ended 1 s after SIGTERM, and was killed",
+    "wait": "the script does not handle SIGTERM, so it saved nothing",
+    "refuse": "did not end within 1 s after SIGTERM, and was killed",
 }
 
 

@@ -107,14 +107,19 @@ def test_a_start_that_fails_leaves_nothing_and_shows_the_words_of_sky(lab: Lab, 
     for name, launcher, more, words in (
         ("many", {"secrets": ["MY_KEY"]}, {"nodes": 3}, ["MY_KEY is not set in this shell"]),
         ("many", {}, {"nodes": 3}, ["ResourcesUnavailableError", "3 nodes are asked for, 2 are"]),
-        ("many", {"managed": True}, {"nodes": 3}, ["may have taken the job all the same: see sky"]),
-        ("nodata", {}, {"data": gone}, ["gone.jsonl", "the job has ended before the run had"]),
+        (
+            "many",
+            {"managed": True},
+            {"nodes": 3},
+            ["may have accepted the job after all; check with sky"],
+        ),
+        ("nodata", {}, {"data": gone}, ["gone.jsonl", "the job ended before the run"]),
         ("badsetup", {"setup": bad}, {}, ["no such thing"]),
         (
             "slow",
             {"setup": slow, "launch_timeout": "15s"},
             {},
-            ["has not begun the run within 15s"],
+            ["did not start the run within 15s"],
         ),
     ):
         prepare(lab, name, launcher, **more)

@@ -97,7 +97,7 @@ def whole(lab: Lab) -> RunDir:
     run_dir, attempt, job_id = start(lab, "whole")
     # What was shown is what was submitted, and what Slurm has.
     script = attempt.script.read_text()
-    assert text.endswith(f"would take this script:\n\n{script}\n")
+    assert text.endswith(f"would get this script:\n\n{script}\n")
     assert sh(lab, "ctl", f"scontrol write batch_script {job_id} -") == script
     assert outcome_of(attempt)["state"] == "finished"
     return run_dir
@@ -110,7 +110,7 @@ def test_a_second_job_trains_nothing_and_a_stop_during_the_setup_is_a_stop(lab: 
     again = sh(lab, "ctl", f"cd /shared; sbatch --parsable {attempt.script}").strip()
     output = attempt.path / f"slurm-{again}.out"
     until(lambda: output.exists() and "ends" in output.read_text(), f"job {again} ends")
-    assert f"Slurm job {again} ends: this run is job {job_id}'s" in output.read_text()
+    assert f"Slurm job {again} ends because this run is job {job_id}'s" in output.read_text()
     isles(lab, "stop", "twice")
     step = assert_stopped(run_dir)
     assert [row["step"] for row in rows_of(run_dir)] == list(range(1, step + 1))
@@ -200,7 +200,7 @@ def test_a_lost_node_is_done_without_and_a_cancelled_job_saves(lab: Lab) -> None
     assert (restart.world_size, restart.is_counted) == (1, False)
     assert job_fields(lab, job_id)["JobState"] == "RUNNING"
     text = isles(lab, "status", "elastic-1")
-    assert "is lost: its agent has ended without a word" in text, text
+    assert "is lost: its agent exited without notice" in text, text
 
     sh(lab, "ctl", f"scancel {job_id}")
     wait_for_job(lab, job_id, "CANCELLED")
@@ -339,9 +339,9 @@ def test_what_slurm_refuses_is_said_with_its_key(lab: Lab) -> None:
         ("constraint=ib", "sinfo -o '%n %f'"),
         ("memory_per_node=900G", "sinfo -o '%n %m'"),
         ("nodelist=a9", "sinfo -N"),
-        ("extra=[--array=1-3]", "an `isles train` of its own"),
-        ("extra=[--signal=USR2@60]", "save_before is when"),
-        ("extra=[--exclusive -oout]", "`isles logs` shows"),
+        ("extra=[--array=1-3]", "a separate `isles train`"),
+        ("extra=[--signal=USR2@60]", "launcher.save_before instead"),
+        ("extra=[--exclusive -oout]", "output with `isles logs`"),
         ('extra=["--comment=it\'s"]', "as in bash"),
         ("extra=[--nope]", "sbatch --help"),
         ("bin_path=/opt/slurm/bin", "start from a login node"),
@@ -352,7 +352,7 @@ def test_what_slurm_refuses_is_said_with_its_key(lab: Lab) -> None:
     text = sh(
         lab, "ctl", f"cd /shared; SLURM_JOB_ID=7 {QUOTED_ISLES} train refused.yaml 2>&1 || true"
     )
-    assert "this shell is in Slurm job 7" in text and "{kind: local}" in text
+    assert "this shell is inside Slurm job 7" in text and "{kind: local}" in text
     assert not (lab.shared / "runs" / "refused-1").exists()
 
 

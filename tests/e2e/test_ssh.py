@@ -116,7 +116,7 @@ def test_a_taken_port_is_not_used(lab: Lab) -> None:
     try:
         write_run(lab, "port")
         text = isles(lab, "train", "port.yaml", "--dry-run", expected=None)
-        assert "meeting at 10.77.1.1 port 29501" in text
+        assert "with the coordinator at 10.77.1.1 port 29501" in text
     finally:
         end(listener)
 
@@ -167,12 +167,15 @@ def test_files_travel_and_environments_are_compared(lab: Lab) -> None:
     text = sh(lab, "ctl", f"{begin} train sync.yaml training.max_steps=0 2>&1 || true")
     assert "training.max_steps" in text and not left(lab), "nothing is copied for a wrong run file"
     text = sh(lab, "ctl", f"{begin} train sync.yaml --dry-run")
-    assert "would copy . to /root/there on every host; it is not there yet on a1, a2, a3" in text
+    assert (
+        "would copy . to /root/there on every host; the folder does not exist yet on a1, a2, a3"
+        in text
+    )
     text = sh(lab, "ctl", f"{begin} setup sync.yaml clusters.0.workdir=/shared --check")
     assert "3 hosts are equal: python" in text
     command = f"{begin} train sync.yaml data.sources.0.path=no.jsonl 2>&1 || true"
     text = sh(lab, "ctl", command)
-    assert "host a2: rsync cannot be used" in text and "let ~/.bashrc print only" in text
+    assert "host a2: rsync does not work" in text and "make ~/.bashrc print only" in text
     sh(lab, "a2", "rm /root/.bashrc")
     text = sh(lab, "ctl", command)
     assert "copied to a2:/root/there: " in text
@@ -202,7 +205,7 @@ def test_setup_installs_once_and_then_finds_it_ready(lab: Lab) -> None:
     text = isles(lab, "setup", "fresh.yaml", "--check", expected=ExitCode.PREFLIGHT)
     assert "host a3: isles is not installed for /root/fresh" in text
     text = isles(lab, "setup", "fresh.yaml")
-    assert "a3: installing isles and what it needs into /root/fresh" in text
+    assert "a3: installing isles and its packages into /root/fresh" in text
     assert "a3: installed" in text and "ready: python 3." in text
     look = "cd / && /root/fresh/bin/python -c 'import isles; print(isles.__file__)'"
     assert sh(lab, "a3", look).startswith("/root/fresh/")

@@ -113,7 +113,7 @@ def test_a_host_that_cannot_begin_is_named_with_its_last_words(lab: Lab) -> None
     setup = '[ "$(hostname)" != a2 ] || export PYTHONPATH=/root/bad'
     write_run(lab, "words", environment={"setup": [setup]})
     text = isles(lab, "train", "words.yaml", expected=ExitCode.PREFLIGHT)
-    assert "host a2: the agent ended with exit code 1 before its ranks had begun" in text
+    assert "host a2: the agent exited with code 1 before its ranks had started" in text
     assert "libcudart.so.13" in text
     outcome = outcome_of(RunDir(lab.shared / "runs/words-1").attempt(1))
     assert outcome["state"] == "failed" and outcome["error"]["where"] == "host a2"
@@ -160,12 +160,12 @@ def test_a_cut_costs_nothing_a_rank_is_started_again_a_lost_host_ends_the_run(la
         outcome = outcome_of(attempt)
         assert outcome["exit_code"] == ExitCode.COMMUNICATION
         what = str(outcome["error"]["what"])
-        assert "node 2 (a3, 10.77.1.3) is lost: it has not been heard of for 2" in what
+        assert "node 2 (a3, 10.77.1.3) is lost: no message from it for 2" in what
         assert outcome["error"]["host"] == "a3"
         # Also on the host that nobody reaches.
         assert_nothing_left(lab)
     log = lab.root("a3") / "root" / "runs" / "fixed-1" / "attempts" / "001" / "node-2.log"
-    assert re.search(r"a1 \(10.77.1.1:295\d\d\) has not been heard of for", log.read_text())
+    assert re.search(r"no message from a1 \(10.77.1.1:295\d\d\) for", log.read_text())
 
 
 @pytest.mark.long
@@ -215,7 +215,7 @@ def test_a_laptop_that_goes_in_mid_start_leaves_nothing(lab: Lab, how: str) -> N
                 lab.link("ctl", "cut")
         assert_nothing_left(lab)
         outcome = outcome_of(attempt)
-        assert outcome["state"] == "failed" and "it was not started" in outcome["reason"]
+        assert outcome["state"] == "failed" and "the run was not started" in outcome["reason"]
     finally:
         lab.link("ctl", "restore")
         for process in processes(lab, "ctl", *typed):

@@ -142,8 +142,10 @@ def test_kills_of_the_run_and_of_a_server_leave_one_run_with_the_same_numbers(ru
         assert gang.wait() == [0], "a server that is gone stops no training"
     assert (read_record(attempt.outcome) or {})["state"] == "finished"
     notes = (read_record(run_dir.status) or {})["notes"]
-    assert len([note for note in notes if note.startswith("mlflow failed; training goes on")]) == 1
-    assert any("recorded rows were not sent; metrics.jsonl has them" in note for note in notes)
+    assert (
+        len([note for note in notes if note.startswith("mlflow failed; training continues")]) == 1
+    )
+    assert any("recorded rows were not sent (metrics.jsonl has them)" in note for note in notes)
 
     with mlflow_server(tmp_path, port):
         last = middle + 5

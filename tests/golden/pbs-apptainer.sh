@@ -1,10 +1,10 @@
 #!/bin/bash
 # llama-1b: 2 nodes with 4 GPUs each under torchrun
 # written by isles VERSION; it does not need the command isles to run
-# the run file's launcher is slurm: its account, time, cores and memory are taken over; look at the PBS options
-# for OpenPBS; for Torque: clusters.0.launcher.dialect=torque
-# submit it again to go on after its time limit; written by --output it does
-# that by itself
+# the run file's launcher is slurm: its account, time, cores and memory are used; check the PBS options
+# for OpenPBS (for Torque, add clusters.0.launcher.dialect=torque)
+# submit it again to resume it after its time limit; a script written with
+# --output resumes by itself
 #PBS -N llama-1b
 #PBS -l select=2:ncpus=28:ngpus=4:mem=200G:mpiprocs=1
 #PBS -l place=scatter
@@ -19,7 +19,7 @@ mkdir -p "$logs" && rm -rf "$logs"/node-*
 
 say() { echo "$(date '+%F %T') PBS job $PBS_JOBID: $*"; }
 
-# ---- What the ranks run in: on every node the same -------------------------------------------
+# ---- Environment of the ranks: equal on every node -------------------------------------------
 setting() {
   cd /home/me/train || exit 1
   module load apptainer || exit 1
@@ -29,12 +29,12 @@ setting() {
 # ---- The nodes: each once, in order (a node file repeats a host for each of its processes) ----
 mapfile -t nodes < <(awk 'NF && !seen[$1]++ { print $1 }' "$PBS_NODEFILE")
 [ "${#nodes[@]}" -eq 2 ] || {
-  say "error: it has ${#nodes[@]} hosts (${nodes[*]}), and this script is for 2"
-  say "  fix: ask for 2 different hosts in the lines with #PBS -l"
+  say "error: the job has ${#nodes[@]} hosts (${nodes[*]}), but this script is for 2"
+  say "  fix: request 2 different hosts in the lines with #PBS -l"
   exit 1
 }
 
-# ---- Where the ranks meet: an address of this host, the first, and a port of it ---------------
+# ---- Rendezvous of the ranks: an address and a port of this host, the first -------------------
 MASTER_ADDR=$(getent ahostsv4 "${nodes[0]}" | awk '$1 !~ /^127[.]/ { print $1; exit }')
 MASTER_ADDR=${MASTER_ADDR:-$(hostname -I | awk '{ print $1 }')}
 [ -n "$MASTER_ADDR" ] || {
@@ -42,20 +42,20 @@ MASTER_ADDR=${MASTER_ADDR:-$(hostname -I | awk '{ print $1 }')}
   exit 1
 }
 
-# A port that nobody listens on; two jobs that share a node begin at different ones.
+# A free port; two jobs that share a node start at different ports.
 free_port() {
   local port i
   for ((i = 0; i < 100; i++)); do
     port=$((29500 + (${PBS_JOBID%%[!0-9]*} + i) % 100))
     (exec 3<>"/dev/tcp/$MASTER_ADDR/$port") 2>/dev/null || { echo "$port" && return; }
   done
-  echo "isles: all ports from 29500 to 29599 are taken on $(hostname)" >&2
+  echo "isles: all ports from 29500 to 29599 are in use on $(hostname)" >&2
   return 1
 }
 
 MASTER_PORT=$(free_port) || exit 1
 
-# A signal ends bash's wait, not what it waits for.
+# A signal ends bash's wait, but not the process that it waits for.
 wait_for() {
   wait "$1"
   code=$?
@@ -65,7 +65,7 @@ wait_for() {
   done
 }
 
-# ---- What every node runs, once. pbsdsh starts it in $HOME, with a bare environment -----------
+# ---- Code that every node runs once. pbsdsh starts it in $HOME, with a bare environment -------
 on_node() {
   local rank='' i
   for i in "${!nodes[@]}"; do
@@ -77,13 +77,13 @@ on_node() {
   trap : TERM # qdel: PBS tells torchrun as well, and this waits for its end
   (start_ranks "$rank") &
   wait_for $!
-  echo "$code" >"$logs/node-$rank/code" # pbsdsh itself ends with 0 whatever its tasks do
+  echo "$code" >"$logs/node-$rank/code" # pbsdsh itself exits with 0 even if its tasks fail
 }
 
 start_ranks() {
   setting
-  # The interface that has the address of node 0, or leads to it; gloo would take that of the host's
-  # own name, which may be its loopback.
+  # The interface with the address of node 0, or on the route to it; gloo would use the interface of
+  # the host's own name, which may be its loopback.
   master=$(getent ahostsv4 "$MASTER_ADDR" | awk '{ print $1; exit }')
   ip4() { PATH=$PATH:/usr/sbin:/sbin ip -4 -o "$@"; }
   interface=$(ip4 addr show | awk -v a="$master/" 'index($4, a) == 1 { print $2; exit }')
@@ -97,18 +97,18 @@ start_ranks() {
     -m isles.train ./run.yaml
 }
 
-# ---- The run: a task of pbsdsh gets no variable of this script, it reads all from a file ------
+# ---- The run: a task of pbsdsh gets no variables of this script, so it reads them from a file ------
 {
   declare -p nodes logs MASTER_ADDR MASTER_PORT
   declare -f setting wait_for on_node start_ranks
   echo on_node
 } >"$logs/node.sh"
-say "2 x 4 ranks on ${nodes[*]} meet at $MASTER_ADDR:$MASTER_PORT"
+say "2 x 4 ranks on ${nodes[*]}, rendezvous at $MASTER_ADDR:$MASTER_PORT"
 if command -v pbsdsh >/dev/null; then
   pbsdsh -- /bin/bash -l "$logs/node.sh" &
   tasks=($!)
 else
-  say "there is no pbsdsh here: starting the nodes over ssh"
+  say "pbsdsh not found, so the nodes are started over ssh"
   tasks=()
   for node in "${nodes[@]}"; do
     ssh -n -o BatchMode=yes "$node" /bin/bash -l "$logs/node.sh" &
@@ -118,12 +118,12 @@ fi
 terminated=''
 trap 'terminated=yes' TERM # qdel, or preemption
 
-# PBS sends no signal before the time limit. Rank 0 looks for a file in its run directory, the newest.
+# PBS sends no signal before the time limit. Rank 0 checks for a file in the newest run directory.
 ask_to_save() {
   local newest
   newest=$(ls -1td /home/me/train/runs/llama-1b-[0-9]*/attempts/[0-9]* 2>/dev/null | head -n 1)
   [ -n "$newest" ] || return 0
-  say "the time limit is near: asking the ranks to save"
+  say "the time limit is near; asking the ranks to save"
   printf '{"kind": "save", "by": "PBS job %s, before its time limit", "at": %s}\n' \
     "$PBS_JOBID" "$(date +%s)" >"$newest/stop-request.json"
 }
@@ -137,10 +137,10 @@ done
 for i in "${!nodes[@]}"; do
   code=$(cat "$logs/node-$i/code" 2>/dev/null) || code=5
   [ "$code" -eq 0 ] || {
-    say "node $i (${nodes[i]}) has ended with $code, or never begun: see $logs/node-$i.log"
+    say "node $i (${nodes[i]}) exited with $code, or never started; see $logs/node-$i.log"
     status=$code
   }
 done
 pkill -P "$clock"
-[ -z "$terminated" ] || say "it was told to end"
+[ -z "$terminated" ] || say "the job was told to end"
 exit "$status"

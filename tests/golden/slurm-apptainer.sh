@@ -18,40 +18,40 @@
 #SBATCH --requeue
 #SBATCH --mail-type=END
 
-# ---- What the ranks run in -------------------------------------------------------------------
+# ---- Environment of the ranks ----------------------------------------------------------------
 cd /home/me/train || exit 1
 module load apptainer || exit 1
 export NCCL_IB_DISABLE="${NCCL_IB_DISABLE:-0}"
 set -uo pipefail
 
-# ---- Where the ranks meet: an address of this node, the first, and a port of it --------------
-# Not every node knows the names of the others, and a name may be that of the node's own loopback.
+# ---- Rendezvous of the ranks: an address and a port of this node, the first ------------------
+# Nodes may not know each other's names, and a name may resolve to the node's own loopback.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 slurms=$(scontrol show node -o "$first" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
 MASTER_ADDR=$({ getent ahostsv4 "$first"; getent ahostsv4 "$slurms"; } | awk '$1 !~ /^127[.]/ { print $1; exit }')
 [ -n "$MASTER_ADDR" ] || {
-  echo "isles: $(hostname) has no IPv4 address that others could reach" >&2
+  echo "isles: $(hostname) has no IPv4 address that other nodes can reach" >&2
   exit 1
 }
 
-# A port that nobody listens on; two jobs that share a node begin at different ones.
+# A free port; two jobs that share a node start at different ports.
 free_port() {
   local port i
   for ((i = 0; i < 100; i++)); do
     port=$((29500 + (SLURM_JOB_ID + i) % 100))
     (exec 3<>"/dev/tcp/$MASTER_ADDR/$port") 2>/dev/null || { echo "$port" && return; }
   done
-  echo "isles: all ports from 29500 to 29599 are taken on $(hostname)" >&2
+  echo "isles: all ports from 29500 to 29599 are in use on $(hostname)" >&2
   return 1
 }
 
 MASTER_PORT=$(free_port) || exit 1
 export MASTER_ADDR MASTER_PORT
 
-# ---- What every node runs, once --------------------------------------------------------------
+# ---- Code that every node runs once ----------------------------------------------------------
 start_node() {
-  # The interface that has the address of node 0, or leads to it; gloo would take that of the host's
-  # own name, which may be its loopback.
+  # The interface with the address of node 0, or on the route to it; gloo would use the interface of
+  # the host's own name, which may be its loopback.
   master=$(getent ahostsv4 "$MASTER_ADDR" | awk '{ print $1; exit }')
   ip4() { PATH=$PATH:/usr/sbin:/sbin ip -4 -o "$@"; }
   interface=$(ip4 addr show | awk -v a="$master/" 'index($4, a) == 1 { print $2; exit }')
@@ -67,8 +67,8 @@ start_node() {
 }
 export -f start_node
 
-# ---- The run: one task a node, which may use all cores that the job has there ----------------
-echo "$(date '+%F %T') Slurm job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: 2 x 4 ranks meet at $MASTER_ADDR:$MASTER_PORT"
+# ---- The run: one task per node, which may use all cores of the job there --------------------
+echo "$(date '+%F %T') Slurm job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: 2 x 4 ranks, rendezvous at $MASTER_ADDR:$MASTER_PORT"
 checkpoints() { ls -1d /home/me/train/runs/llama-1b-[0-9]*/checkpoints/step-* 2>/dev/null; }
 before=$(checkpoints)
 srun --export=ALL --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=28 \
@@ -90,7 +90,7 @@ done
 if [ -n "$again" ] && [ "$status" -ne 0 ]; then
   # A run that came no further would be queued for ever.
   [ "$(checkpoints)" != "$before" ] || {
-    echo "isles: its time is over, and nothing was saved: it is not queued again" >&2
+    echo "isles: the time limit is over and nothing was saved, so the job is not queued again" >&2
     exit "$status"
   }
   scontrol requeue "$SLURM_JOB_ID"

@@ -1,12 +1,12 @@
 #!/bin/bash
 # tiny: 4 ranks on 2 nodes under torchrun
 # written by isles VERSION; it does not need the command isles to run
-# on every node, within a few minutes of one another: bash THIS_FILE NODE
+# on every node, within a few minutes of each other: bash THIS_FILE NODE
 
 cd /home/me/train || exit 1
 source venv/bin/activate || exit 1
-# The interface that has the address of node 0, or leads to it; gloo would take that of the host's
-# own name, which may be its loopback.
+# The interface with the address of node 0, or on the route to it; gloo would use the interface of
+# the host's own name, which may be its loopback.
 master=$(getent ahostsv4 192.168.1.100 | awk '{ print $1; exit }')
 ip4() { PATH=$PATH:/usr/sbin:/sbin ip -4 -o "$@"; }
 interface=$(ip4 addr show | awk -v a="$master/" 'index($4, a) == 1 { print $2; exit }')
@@ -28,7 +28,7 @@ case "${1-}" in
     -m isles.train ./run.yaml training.max_steps=9
   ;;
 *)
-  echo "which node is this? bash $0 NODE, with NODE from 0 to 1" >&2
+  echo "usage: bash $0 NODE, with NODE from 0 to 1" >&2
   exit 1
   ;;
 esac

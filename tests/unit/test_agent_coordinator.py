@@ -61,14 +61,16 @@ def test_who_is_missing_is_named_and_ends_the_wait(tmp_path: Path) -> None:
         made.clock.late_s = 6.0
         made.look_until(lambda: there.command.get("waiting"), "who waits is told for whom")
         line = there.command["waiting"]
-        missing = "waiting for node 0 (h0, 10.0.0.0), node 2 (h2, 10.0.0.2): 1 of 3 nodes are there"
+        missing = (
+            "waiting for node 0 (h0, 10.0.0.0), node 2 (h2, 10.0.0.2): 1 of 3 nodes have joined"
+        )
         assert line.startswith(missing)
         status = read_record(made.run_dir.status) or {}
         assert (status["phase"], status["detail"]) == ("waiting for nodes", line)
         made.clock.late_s = 21.0
         outcome = made.end(there)
         assert outcome["exit_code"] == ExitCode.COMMUNICATION
-        assert "node 2 (h2, 10.0.0.2) did not come within 20 s" in outcome["reason"]
+        assert "node 2 (h2, 10.0.0.2) did not join within 20 s" in outcome["reason"]
 
 
 def test_with_a_least_number_the_run_begins_with_fewer(tmp_path: Path) -> None:
@@ -82,11 +84,11 @@ def test_with_a_least_number_the_run_begins_with_fewer(tmp_path: Path) -> None:
 
 
 OTHERS: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"digest": "0" * 64}, "another run file"),
-    ({"run": "y-7"}, "here meets x-1, start 1, and not y-7"),
+    ({"digest": "0" * 64}, "the run file differs"),
+    ({"run": "y-7"}, "this coordinator runs x-1, attempt 1, not y-7"),
     ({"versions": {**VERSIONS, "torch": "3"}}, "node 1 (h1, 10.0.0.1) has torch 3, h0 has 2"),
-    ({"node": 5}, "there is no node 5"),
-    ({"node": 0}, "node 0 is there already"),
+    ({"node": 5}, "node 5 does not exist"),
+    ({"node": 0}, "node 0 is connected already"),
 )
 
 
@@ -191,8 +193,8 @@ def test_after_a_loss_all_end_their_ranks_before_any_begins_again(made: Table) -
 
 
 @each(
-    (True, "its agent has ended without a word"),
-    (False, "it has not been heard of for 2[0-3] s"),  # switched off, or cut off
+    (True, "its agent exited without notice"),
+    (False, "no message from it for 2[0-3] s"),  # switched off, or cut off
 )
 def test_an_agent_that_dies_or_falls_silent_is_named(is_dead: bool, why: str, *, tmp_path):
     with table(tmp_path) as made:
@@ -267,7 +269,7 @@ def test_an_outcome_that_cannot_be_recorded_still_has_its_code_and_cause(tmp_pat
         assert only.command["exit_code"] == ExitCode.PREFLIGHT
         assert only.command["reason"] == "the switch burns"
         assert not made.attempt.outcome.is_file()
-    assert "could not be put on record" in capfd.readouterr().err
+    assert "this could not be recorded" in capfd.readouterr().err
 
 
 NONSENSE = (
@@ -286,7 +288,7 @@ def test_nonsense_ends_its_own_connection_only(tmp_path, capfd) -> None:
         with plain(made.fleet.port) as unknown, pytest.raises(OSError, match=r"pipe|reset"):
             for _ in range(1024):  # it gets no memory
                 unknown.sendall(b"x" * GREETING_BYTES)
-        assert "a line without an end" in capfd.readouterr().err
+        assert "a line without a line break" in capfd.readouterr().err
         for line in NONSENSE:
             with plain(made.fleet.port) as unknown:
                 unknown.sendall(line)
@@ -348,8 +350,8 @@ def test_another_program_on_the_port_is_found_out(line: bytes) -> None:
     with listening(lambda connection: connection.sendall(line)) as port:
         connection = dial(port, {}, wait_s=0.5)
         until(lambda: connection.state == "refused", "it is found out")
-        assert "is not the coordinator of this run: " in str(connection.failure)
-        with pytest.raises(UserError, match="is not the coordinator of this run"):
+        assert "not the coordinator of this run (" in str(connection.failure)
+        with pytest.raises(UserError, match="not the coordinator of this run"):
             fetch_run(f"127.0.0.1:{port}", TOKEN, 1, None, timeout_s=0.1)
 
 
@@ -359,10 +361,10 @@ def test_a_first_node_that_is_frozen_at_the_start_is_no_other_program() -> None:
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         connection = dial(frozen.getsockname()[1], {}, wait_s=1.0)
         until(lambda: connection.state == "refused", "it is given up")
-        assert "takes the connection, and says nothing" in str(connection.failure)
+        assert "accepts the connection but sends nothing" in str(connection.failure)
 
 
 @each("h0:99999", "h0:0", "h0", "h0:²", "a..b:29500")
 def test_an_address_that_cannot_be_is_no_traceback(target: str) -> None:
-    with pytest.raises(UserError, match=r"neither a run directory|no coordinator has answered"):
+    with pytest.raises(UserError, match=r"neither a run directory|did not answer within"):
         fetch_run(target, TOKEN, 1, None, timeout_s=0.1)

@@ -57,7 +57,7 @@ def test_progress_earns_a_restart_until_they_are_used_up(run: Run) -> None:
     assert decisions == ["restart", "restart", "fail"]
     outcome = read_record(run[1].outcome) or {}
     assert (outcome["state"], outcome["exit_code"], outcome["step"]) == ("failed", 3, 30)
-    assert outcome["error"]["note"] == "all 2 restarts of this start are used up"
+    assert outcome["error"]["note"] == "all 2 restarts of this attempt are used up"
 
 
 def test_a_second_death_at_the_same_step_ends_the_run(run: Run) -> None:
@@ -67,7 +67,9 @@ def test_a_second_death_at_the_same_step_ends_the_run(run: Run) -> None:
     assert loss(run, 3, 10, is_script=True).decision == "restart"
     found = loss(run, 4, 10, is_script=True)
     assert found.decision == "fail"
-    assert "without progress: at step 10 before, at step 10 now" in (found.root_cause or {})["note"]
+    assert (
+        "without progress (at step 10 before, at step 10 now)" in (found.root_cause or {})["note"]
+    )
 
 
 def test_a_script_elsewhere_that_has_reported_steps_is_started_again(run: Run) -> None:

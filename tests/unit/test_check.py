@@ -153,7 +153,7 @@ def test_faults_of_torch_are_told_once_for_all_ranks() -> None:
 def test_an_error_of_a_host_is_the_finding_that_it_names() -> None:
     found = error_finding("a", PreflightError("no conda", id="python.runs"))
     assert (found.id, found.level, found.where) == ("python.runs", "error", "a")
-    assert error_finding("a", UserError("there is no program ssh")).id == "ssh.connect"
+    assert error_finding("a", UserError("ssh is not installed")).id == "ssh.connect"
 
 
 def test_a_mount_that_one_host_lacks() -> None:
@@ -163,7 +163,7 @@ def test_a_mount_that_one_host_lacks() -> None:
 
 def test_what_hosts_agree_on_is_said_once() -> None:
     found = [Finding("hub.access", "ok", name, "model o/m can be read", "ok") for name in "ab"]
-    other = Finding("hub.access", "error", "c", "Hugging Face cannot be reached for model o/m")
+    other = Finding("hub.access", "error", "c", "cannot reach Hugging Face for model o/m")
     assert joined([found[0], other, found[1]]) == [replace(found[0], where="a, b"), other]
 
 

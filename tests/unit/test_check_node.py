@@ -369,11 +369,9 @@ def test_a_start_asks_the_hub_once_for_what_is_not_here(run_file: Path, tmp_path
 
     with model_hub() as (url, _):
         (found,) = issues(url)
-    assert "Hugging Face knows no dataset o/open-data, or" in found
+    assert "dataset o/open-data does not exist on Hugging Face, or" in found
     (found, _) = issues(_GONE)
-    assert (
-        "command line model.name_or_path Hugging Face cannot be reached for model o/open" in found
-    )
+    assert "command line model.name_or_path cannot reach Hugging Face for model o/open" in found
     (tmp_path / "hub" / "models--o--open" / "snapshots" / "a").mkdir(parents=True)
     (tmp_path / "datasets" / "o___open-data").mkdir(parents=True)
     assert issues(_GONE) == []

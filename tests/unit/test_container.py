@@ -52,8 +52,8 @@ def test_rendered_scripts_word_for_word(golden: str, to: Kind, container: str, *
     (OCI, "pbs", "apptainer podman", "apptainer"),
     (OCI, "local", "apptainer podman", "podman"),
     ("/images/folder", "local", "podman", "podman"),
-    (OCI, "local", "", "there is no podman or apptainer or singularity"),
-    ("a.sif", "pbs", "podman", "there is no apptainer or singularity"),
+    (OCI, "local", "", "podman or apptainer or singularity not found"),
+    ("a.sif", "pbs", "podman", "apptainer or singularity not found"),
 )
 def test_the_runtime_of_a_node(row: tuple[str, ...], *, tmp_path, monkeypatch):
     image, launcher, programs, expected = row

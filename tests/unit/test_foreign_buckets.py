@@ -399,7 +399,7 @@ def entry(**tables: list[Any]) -> bytes:
     entry(events=[[1, 1.0, "a", "b", {}]]),
 )
 def test_what_is_no_entry_of_a_journal_is_refused(data: bytes):
-    with pytest.raises(ConfigError, match=r"no entry of a journal|another version"):
+    with pytest.raises(ConfigError, match=r"not an entry of a journal|another version"):
         chain._decode(data, "here")
     assert chain._decode(entry(events=[[1, 1.0, "a", "b", "c"]]), "here")["chain"] == "c"
 

@@ -278,7 +278,7 @@ def test_weights_are_files_of_their_folder(tmp_path: Path):
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=40) | JSON.map(lambda v: gzip.compress(json.dumps(v).encode())))
 def test_any_entry_of_a_buckets_journal_is_refused_in_words(data: bytes):
-    with pytest.raises(UserError, match=r"no entry of a journal|another version"):
+    with pytest.raises(UserError, match=r"not an entry of a journal|another version"):
         _decode(data, "here")
 
 

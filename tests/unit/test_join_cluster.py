@@ -119,11 +119,11 @@ def test_a_cluster_needs_no_run_file(line, tmp_path):
     said: list[str] = []
     warn_of(answer, line, found, "b", said.append)
     assert said == []
-    taken = pytest.raises(PreflightError, match="home takes part already")
+    taken = pytest.raises(PreflightError, match="home is already part of the run")
     with taken as caught:
         warn_of(answer, line, found, "home", said.append)
     # The fix, followed: another name.
-    name = re.search(r"type (--\w+) and another name", caught.value.fix)
+    name = re.search(r"another name with (--\w+)", caught.value.fix)
     assert name is not None and name[1] == "--name"
     assert joining_run(line, Joiner(None, words, "other", "slurm")).config.name == "tiny-other"
     warn_of(answer, line, found, "other", said.append)
@@ -162,13 +162,13 @@ def test_a_run_file_of_the_site_needs_only_its_clusters(line, tmp_path):
     found = joining_run(line, Joiner(path, ("strategy.kind=fsdp",), "b"))
     assert found.config.clusters[0].device == "cpu" and found.config.track == ()
     assert found.config.strategy.kind == "fsdp"
-    for name, what in (("", "which cluster"), ("c", "has no cluster c")):
+    for name, what in (("", "which one is this site"), ("c", "has no cluster named c")):
         with pytest.raises(ConfigError, match=what) as caught:
             joining_run(line, Joiner(path, (), name))
         assert "a, b" in caught.value.fix
     path.write_text("clusters: [{launcher: {kind: local}}]\n")
     assert joining_run(line, Joiner(path, (), "d")).config.clusters[0].name == "d"
-    assert "--on ssh, and d has local" in issues(line, Joiner(path, (), "d", "ssh"))
+    assert "--on is ssh, but d has launcher local" in issues(line, Joiner(path, (), "d", "ssh"))
 
 
 def test_what_must_be_equal_is_compared_by_key(line, tmp_path):
@@ -176,10 +176,10 @@ def test_what_must_be_equal_is_compared_by_key(line, tmp_path):
     path.write_text(RUN.replace("max_steps: 8", "max_steps: 9").replace("alps", "b"))
     joiner = Joiner(path, ("outer.lr=0.5", "outer.outlier=20", "seed=3"), "b")
     text = issues(line, joiner)
-    assert f"{path}:6 training.max_steps: 9 here, and 8 in the run" in text
-    assert "command line outer.lr: 0.5 here, and 0.7" in text
-    assert "outer.outlier: 20.0 here, and 10.0" in text and "seed: 3 here" in text
-    assert text.count(" here, and ") == 4
+    assert f"{path}:6 training.max_steps: 9 on this site, but 8 in the run" in text
+    assert "command line outer.lr: 0.5 on this site, but 0.7" in text
+    assert "outer.outlier: 20.0 on this site, but 10.0" in text and "seed: 3 on this site" in text
+    assert text.count(" on this site, but ") == 4
     own = ("data.sources.0.path=x", "training.global_batch_size=8", "training.precision=32-true")
     path.write_text(RUN.replace("alps", "b"))
     assert joining_run(line, Joiner(path, own)).config.training.global_batch_size == 8
@@ -264,9 +264,9 @@ def test_through_a_join_line_the_hub_is_the_meeting_place(line, state, tmp_path)
 
 def test_a_hub_may_say_what_it_likes(line, state):
     for text, what in (
-        ("name: x\n", "does not take"),
-        ("!!python/object/apply:os.system [touch /tmp/x]", "does not take"),
-        ("name: t\ntraining: {script: x.py}\n", "not of several clusters"),
+        ("name: x\n", "does not accept"),
+        ("!!python/object/apply:os.system [touch /tmp/x]", "does not accept"),
+        ("name: t\ntraining: {script: x.py}\n", "not for several clusters"),
         (RUN.replace("clusters:", "nonsense: 3\nclusters:"), "nonsense"),
     ):
         (state / "run.yaml").write_text(text)
@@ -274,7 +274,7 @@ def test_a_hub_may_say_what_it_likes(line, state):
             joining_run(line, Joiner(name="b"))
         assert caught.value.fix
     (state / "run.yaml").write_text("# " + "x" * 2**20 + "\n" + RUN)
-    with pytest.raises(PreflightError, match="letters at most"):
+    with pytest.raises(PreflightError, match="isles reads at most"):
         joining_run(line, Joiner(name="b"))
     # Even if it were to send what it must not: a script, and where this machine writes.
     (state / "run.yaml").write_text(RUN)
@@ -315,9 +315,9 @@ def test_a_hub_is_found_again_and_not_changed_under_way(state, tmp_path):
     line = JoinLine.read(state / "join")
     same: dict[str, Any] = {"run": "tiny", "settings": {}, "listen": "127.0.0.1:0"}
     assert open_hub(state, **same) == (line, False)
-    with pytest.raises(ConfigError, match=r"runs already .* with another settings"):
+    with pytest.raises(ConfigError, match=r"running already .* with a different value of settings"):
         open_hub(state, **same | {"settings": {"min_clusters": 2}})
-    with pytest.raises(PreflightError, match=f"cannot listen at 127.0.0.1:{line.port}"):
+    with pytest.raises(PreflightError, match=f"cannot listen on 127.0.0.1:{line.port}"):
         open_hub(tmp_path / "other", **same | {"listen": f"127.0.0.1:{line.port}"})
 
 
@@ -343,7 +343,7 @@ def test_the_line_is_read_from_a_file_stdin_or_the_command(tmp_path, monkeypatch
     assert main(["join", str(tmp_path / "nothing")]) == 1
     assert main(["join", LINE[:-3]]) == 1
     said = capsys.readouterr().err
-    assert "there is no such file" in said and "not a join line" in said and TOKEN not in said
+    assert "nor an existing file" in said and "not a join line" in said and TOKEN not in said
 
 
 # Delivery: the line is in the file `join` of the run, and nowhere else.
@@ -404,7 +404,7 @@ def test_by_hand_it_lies_on_the_first_node_and_a_new_one_replaces_it(tmp_path):
 
 
 def test_a_run_of_one_cluster_is_given_none(tmp_path):
-    with pytest.raises(UserError, match="averages with no other") as caught:
+    with pytest.raises(UserError, match="does not average with other") as caught:
         start(options(tmp_path, "outer={kind: none}"))
     assert "outer" in caught.value.where and TOKEN not in str(caught.value)
 

@@ -108,7 +108,7 @@ def test_a_rendered_file_has_no_secret_and_one_owner(tmp_path: Path) -> None:
     kinds = [item["kind"] for item in yaml.safe_load_all(text)]
     assert kinds == ["Job", "ConfigMap", "Service"]
     assert "kubectl create secret generic isles-my-run-7-" in text and "suspend" not in text
-    with pytest.raises(UserError, match="says no image"):
+    with pytest.raises(UserError, match="has no image"):
         render(load(tmp_path, WHOLE, "clusters.0.launcher={kind: local}"), "kubernetes")
 
 
@@ -129,7 +129,7 @@ def test_what_kubectl_refuses_is_told_in_its_words_and_where_there_is_none(tmp_p
     made = manifest(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     options = StartOptions(tmp_path / "run.yaml", (), "auto", False, print, print)
-    with pytest.raises(PreflightError, match="no program kubectl"):
+    with pytest.raises(PreflightError, match="kubectl, which creates the pods, is not installed"):
         start_kubernetes(made.loaded, made.launcher, options)
     words = 'Error from server (Forbidden): jobs.batch is forbidden: User "me" cannot create'
     write_program(tmp_path / "kubectl", f"echo '{words}' >&2\nexit 1")
@@ -137,7 +137,7 @@ def test_what_kubectl_refuses_is_told_in_its_words_and_where_there_is_none(tmp_p
     with pytest.raises(UserError, match='User "me" cannot create') as caught:
         Kubectl("lab", "team").create({"kind": "Job"})
     assert "--context=lab --namespace=team" in caught.value.where
-    assert "ask who runs the cluster" in caught.value.fix
+    assert "ask the cluster's administrators" in caught.value.fix
 
 
 def test_names_are_short_lower_case_and_unique() -> None:

@@ -52,7 +52,7 @@ def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
     ("3,0", ["GPU-33aa", "GPU-00aa"], ""),
     ("GPU-11aa-beef,GPU-2", ["GPU-11aa", "GPU-22aa"], ""),
     ("MIG-1234", ["MIG-1234"], ""),
-    ("1,7,2", ["GPU-11aa"], "names 7"),  # as CUDA itself takes it
+    ("1,7,2", ["GPU-11aa"], "contains 7"),  # as CUDA itself takes it
 )
 def test_cuda_visible_devices_is_honoured(visible, expected, warning, *, tmp_path):
     found = find_gpus({**four_gpus(tmp_path), "CUDA_VISIBLE_DEVICES": visible})
@@ -66,7 +66,7 @@ def test_a_broken_driver_is_a_warning_not_silence(tmp_path: Path) -> None:
     assert found.gpus == ()
     assert "exit code 18" in found.warning and "version mismatch" in found.warning
     found = find_gpus(fake_smi(tmp_path, "exec tail -f /dev/null"), timeout_s=0.3)
-    assert "no answer in 0.3 s" in found.warning
+    assert "did not answer within 0.3 s" in found.warning
     # A machine without a driver, or without a card, has no GPU.
     no_card = fake_smi(tmp_path / "bin", "echo No devices were found; exit 6")
     for environ in ({"PATH": str(tmp_path / "none")}, no_card):
@@ -109,7 +109,7 @@ def test_the_users_own_variables_stay(run_file: Path) -> None:
 
 def test_a_program_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
     attempt = new_attempt(bare_run(tmp_path / "a-1"))
-    with pytest.raises(UserError, match="cannot be started"):
+    with pytest.raises(UserError, match="cannot start the run"):
         start_agent(attempt, [str(tmp_path / "no-python")], {}, world_size=1, device="cpu")
 
 

@@ -234,7 +234,7 @@ def test_blocks_are_found_or_named(tiny_model):
     assert "LlamaDecoderLayer" in raised.value.fix
     plain = nn.Sequential(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
     assert len(find_blocks(plain)) == 2
-    with pytest.raises(UserError, match="cannot be found") as raised:
+    with pytest.raises(UserError, match="cannot find the blocks") as raised:
         find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
     assert raised.value.where == "strategy.transformer_layer_cls_to_wrap"
 

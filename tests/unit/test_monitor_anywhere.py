@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from isles.agent.agent import NodeLog, Signals
+from isles.agent.agent import AgentSignals, NodeLog
 from isles.errors import UserError
 from isles.launch.remote.login import remote_script
 from isles.monitor import stream
@@ -149,7 +149,7 @@ def test_one_log_of_each_node_has_all_its_lines(tmp_path: Path) -> None:
     run_dir, attempt = recorded_run(tmp_path / "a-1", FAR)
     attempt.rank_log(2).write_text("an earlier start\n")
     attempt.node_log(1).write_text("agent 1\n")
-    signals = Signals(attempt)
+    signals = AgentSignals(attempt)
     with NodeLog(run_dir, attempt, 1, signals, attempt.node_log(1)):
         signals.expect(0, [2])
         with attempt.rank_log(2).open("a") as log:

@@ -28,7 +28,7 @@ from isles.monitor.multi_cluster import MultiClusterStart, choose
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.members import Membership
 from isles.outer.hub.rules import Settings
-from isles.outer.hub.samples import Samples
+from isles.outer.hub.samples import SampleLeases
 from isles.run.find import find_any, find_cluster, run_of
 from isles.run.paths import RunDir
 from isles.run.process import ProcessId
@@ -159,7 +159,7 @@ def test_a_damaged_record_of_the_own_hub_is_named(tmp_path: Path) -> None:
     for damaged in ({}, {"settings": None}, {"settings": [1]}, {"settings": "gather"}):
         record = {**ProcessId.of(os.getpid()).record(), **damaged}
         write_record(run.state / "process.json", record)
-        with pytest.raises(UserError, match="record of the hub has no settings") as caught:
+        with pytest.raises(UserError, match="settings in the hub's record are invalid") as caught:
             MultiClusterStart(loaded, options).start()
         assert "process.json" in str(caught.value.where) and "isles stop" in caught.value.fix
 
@@ -226,7 +226,7 @@ def test_only_clusters_of_the_same_turns_are_said_to_hold_the_same(tmp_path: Pat
 
 def test_clusters_that_begin_together_wait_for_one_another_at_first(tmp_path: Path) -> None:
     now, book = [100.0], Journal(tmp_path / "book.sqlite")
-    started = (book, Settings(gather=2, gather_s=30.0), Samples(book), lambda: now[0])
+    started = (book, Settings(gather=2, gather_s=30.0), SampleLeases(book), lambda: now[0])
     membership = Membership(*started)
     membership.touch(1)
     assert membership.least == 2
@@ -244,10 +244,12 @@ def test_peers_that_cannot_find_one_another_are_refused(tmp_path: Path) -> None:
     peer = "/ip4/127.0.0.1/tcp/30001/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
     known, listens = f"initial_peers: [{peer}]", "host_maddrs: [/ip4/0.0.0.0/tcp/30002]"
     two_sites = "[{name: a}, {name: b, launcher: {kind: ssh, hosts: [me@b]}, workdir: /w}]"
-    shared = "a, b are on this machine and would share /ip4/0.0.0.0/tcp/30002, identity_path k.pem"
+    shared = (
+        "a, b are on the same machine and would share /ip4/0.0.0.0/tcp/30002, identity_path k.pem"
+    )
     for clusters, hivemind, words in (
         (TWO, "", "there is none"),
-        (two_sites, known, "b would listen there on other machines"),
+        (two_sites, known, "other machines run b"),
         (TWO, f"{known}, {listens}, identity_path: k.pem", shared),
     ):
         more = ("outer.engine=hivemind", f"outer.hivemind={{{hivemind}}}")

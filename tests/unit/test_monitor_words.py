@@ -169,7 +169,9 @@ def test_a_machine_that_is_down_is_shown_with_what_was_last_known(folder, capfd)
     keep_report(folder, run, collect(RunDir(folder / "two-1")).model_dump())
     (row,) = (row for row in printed(capfd, "status").splitlines() if "@down" in row)
     assert row.split()[1:3] == ["unreachable", "30/60"] and "down cannot be asked" in row
-    assert "ago it was running; is it switched on? ping down" in printed(capfd, "status lost")
+    assert "ago it was running; check that it is switched on: ping down" in printed(
+        capfd, "status lost"
+    )
 
 
 def test_logs(said) -> None:

@@ -141,7 +141,7 @@ def test_odd_answers_of_ray(text: str, *, tmp_path: Path, monkeypatch) -> None:
             refused(ask, "queue.commands", "Ray's dashboard at http://127.0.0.1")
         assert not jobs.output(attempt, "x").exists()
         monkeypatch.setitem(ANSWERS, "/api/jobs/", (500, text))
-        with pytest.raises(PreflightError, match="refuses: HTTP 500"):
+        with pytest.raises(PreflightError, match=r"refused the request \(HTTP 500\)"):
             jobs.submit("x", "true")
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from isles.outer.hub.files import Incoming
 from isles.outer.hub.rules import Refusal, Settings
-from isles.outer.hub.work import Work
+from isles.outer.hub.work import HubWork
 from isles.outer.messages import Contribution, digest_of
 from isles.outer.state_file import momentum_of, state_digest, state_head
 from tests.outer_world import World, joining, member_id, refused
@@ -28,11 +28,11 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def with_hub(folder: Path, test: Callable[[Work], Awaitable[None]]) -> None:
+def with_hub(folder: Path, test: Callable[[HubWork], Awaitable[None]]) -> None:
     """A hub without network that a and e have joined."""
 
     async def run() -> None:
-        work = Work(folder, Settings(min_clusters=2))
+        work = HubWork(folder, Settings(min_clusters=2))
         work.begin()
         try:
             for name in "ae":
@@ -44,14 +44,14 @@ def with_hub(folder: Path, test: Callable[[Work], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
-async def contribute(work: Work, name: str, data: bytes) -> None:
+async def contribute(work: HubWork, name: str, data: bytes) -> None:
     incoming = await work.part(member_id(name), 0)
     incoming.put(0, data, sha256(data))
     values = {"tokens": 10, "steps": 1, "samples": [], "digest": digest_of([sha256(data)])}
     await work.complete(0, Contribution.model_validate({"id": member_id(name), **values}))
 
 
-async def average(work: Work) -> bytes:
+async def average(work: HubWork) -> bytes:
     while work.core.rounds.next == 0:
         changed = work.changed
         if await work.ask(lambda: work.core.rounds.next == 0):
@@ -60,7 +60,7 @@ async def average(work: Work) -> bytes:
 
 
 def test_a_chunk_that_comes_late_changes_no_contribution_that_is_counted(tmp_path):
-    async def test(work: Work) -> None:
+    async def test(work: HubWork) -> None:
         slow = await work.part(member_id("e"), 0)
         await work.ask(work.core.membership.retire, work.core.caller(member_id("e")), "left", "")
         await work.sweep()
@@ -68,7 +68,7 @@ def test_a_chunk_that_comes_late_changes_no_contribution_that_is_counted(tmp_pat
         between = await work.part(member_id("e"), 0)
         await contribute(work, "e", sound(1.0))
         for late in (slow, between):
-            assert "not waited for" in refused(late.put, 0, NAN, sha256(NAN)).what
+            assert "not needed any more" in refused(late.put, 0, NAN, sha256(NAN)).what
         with pytest.raises(Refusal, match="counted already"):
             await work.part(member_id("e"), 0)
         await contribute(work, "a", sound(3.0))
@@ -79,7 +79,7 @@ def test_a_chunk_that_comes_late_changes_no_contribution_that_is_counted(tmp_pat
 
 @pytest.mark.parametrize("damage", ["nan", "short", "missing"])
 def test_a_contribution_that_is_damaged_is_left_out_by_name(tmp_path, damage):
-    async def test(work: Work) -> None:
+    async def test(work: HubWork) -> None:
         await contribute(work, "e", sound(1.0))
         path = work.core.rounds.part_path(0, 2)
         {
@@ -151,5 +151,5 @@ def test_of_a_file_that_is_closed_nothing_is_kept(tmp_path):
     first.close()
     second = Incoming(path, len(data))
     second.put(0, NAN, sha256(NAN))
-    assert "not waited for" in refused(first.keep).what
+    assert "not needed any more" in refused(first.keep).what
     assert not path.exists()

@@ -28,7 +28,7 @@ def test_all_waits_for_those_who_live_and_move_and_were_there_when_it_began(tmp_
     world.now = 10.5
     world.heartbeat("a"), world.heartbeat("c")
     world.drop_silent()
-    assert world.events("dropped") == ["b: not heard for 10.5 s"]
+    assert world.events("dropped") == ["b: no heartbeat for 10.5 s"]
     assert world.join("d").from_step == 1
     assert world.close() == ["a", "c"]
     world.leave("c"), world.complete("a", 1)
@@ -97,10 +97,10 @@ def test_quorum_has_a_grace_and_a_closed_turn_is_averaged_over_the_same_after_a_
 def test_who_does_not_fit_is_told_why_and_a_dead_clusters_name_can_be_taken_over(tmp_path):
     world = World(tmp_path, "a", max_clusters=2)
     for change, kind, says in (
-        ({"identity": {"layout": "b"}}, "other_run", "layout is b in b and a in the run"),
-        ({"codec": "int8"}, "other_run", "codec is int8 in b and none in the run"),
+        ({"identity": {"layout": "b"}}, "other_run", "layout is b in b, but a in the run"),
+        ({"codec": "int8"}, "other_run", "codec is int8 in b, but none in the run"),
         ({"pieces": [[5]]}, "other_run", "pieces"),
-        ({"name": "a"}, "name_taken", "called 'a'"),
+        ({"name": "a"}, "name_taken", "named 'a'"),
         ({"version": 3}, "ahead", "applied 3 rounds"),
         ({"protocol": 99}, "protocol", "version 99"),
         ({"outer_params": [ZERO] * 2}, "malformed", "2 digests for 1 fragments"),
@@ -108,7 +108,7 @@ def test_who_does_not_fit_is_told_why_and_a_dead_clusters_name_can_be_taken_over
         refusal = refused(world.join, "b", **change)
         assert refusal.kind == kind and says in refusal.what
     world.join("b")
-    assert "2 at most may" in refused(world.join, "c").what
+    assert "the maximum is 2" in refused(world.join, "c").what
     world.lease("a", 1, 8)
     world.drop("a")
     for name, kind in (("a", "name_taken"), ("c", "full")):  # it may come back
@@ -184,12 +184,14 @@ def test_a_state_is_asked_of_the_most_advanced_and_of_another_if_it_is_idle(tmp_
     world = World(tmp_path, "ab", source_s=20.0, keep_averages=2, dead_after_s=1000.0)
     world.turns("ab", 0, 1, 2)
     state = ("a", 3, after(2))
-    assert "no state is asked" in refused(world.offer_state, *state).what
+    assert "no state is requested" in refused(world.offer_state, *state).what
     assert world.join("n").standing == "behind"
     assert world.want_state("n").source == "a"
     assert world.heartbeat("a").send_state and not world.heartbeat("n").send_state
     for size_bytes, files in ((2**40, 1), (10, 2)):
-        assert "one of this run has" in refused(world.offer_state, *state, size_bytes, files).what
+        assert (
+            "a state of this run has" in refused(world.offer_state, *state, size_bytes, files).what
+        )
     assert world.offer_state(*state, 100) != world.offer_state(*state, 101)
     states = "SELECT COUNT(*) FROM states"
     assert world.core.journal.number(states) == 1, "the first, which never came, is forgotten"
@@ -198,7 +200,7 @@ def test_a_state_is_asked_of_the_most_advanced_and_of_another_if_it_is_idle(tmp_
     assert world.heartbeat("b").send_state and not world.heartbeat("a").send_state
     number = world.offer_state("b", 3, after(2))
     assert world.offer_state("b", 3, after(2)) == number  # it goes on
-    assert "not the run's" in refused(world.offer_state, "b", 3, ZERO).what
+    assert "differs from the run's" in refused(world.offer_state, "b", 3, ZERO).what
     world.core.states.complete(number)
     world.leave("a")
     for outer_step in range(3, 9):  # its averages stay as long as somebody pulls
@@ -290,7 +292,7 @@ def test_a_file_survives_a_crash_as_far_as_its_bytes_do(tmp_path):
     again = Incoming(path, len(data))
     assert [i for i, sha256 in again.received().items() if sha256 == hashes[i]] == [2]
     put(again, 0), put(again, 1)
-    assert "missing or not what was announced" in refused(again.seal, ZERO).what
+    assert "missing or do not match the announcement" in refused(again.seal, ZERO).what
     again.seal(digest_of(hashes))
     assert again.path.read_bytes() == data and not path.exists()
     put(again, 0)  # the same again is no fault
@@ -302,8 +304,8 @@ def test_a_file_survives_a_crash_as_far_as_its_bytes_do(tmp_path):
     for late in (incoming.put, again.put):  # of a link that was slow: it harms nobody
         incoming.close()
         late_refusal = refused(late, 0, other, hashlib.sha256(other).hexdigest())
-        assert "not waited for" in late_refusal.what
-    assert "not waited for" in refused(incoming.keep).what and path.read_bytes() == data
+        assert "not needed any more" in late_refusal.what
+    assert "not needed any more" in refused(incoming.keep).what and path.read_bytes() == data
 
 
 def test_a_join_line_survives_a_mail_and_shows_no_secret(tmp_path):
@@ -342,7 +344,7 @@ def test_secrets_are_for_their_owner_alone_and_folders_for_one(tmp_path, monkeyp
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr("fcntl.flock", no_locks)
-    with pytest.raises(ConfigError, match=r"cannot be locked.*: No locks available"):
+    with pytest.raises(ConfigError, match=r"cannot lock this .*: No locks available"):
         lock_folder(tmp_path)
 
 

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from isles.errors import ConfigError, TrainingError, UserError
-from isles.outer.hub.core import Core, live, status
+from isles.outer.hub.core import HubCore, live, status
 from isles.outer.hub.journal import JOURNAL, Journal
 from isles.outer.hub.work import AwakeClock
 from isles.outer.messages import Shown
@@ -30,8 +30,8 @@ def test_what_differs_is_named_with_both_values_and_changed_only_by_all(tmp_path
     longer = {**RUN, "steps of the run": "200", "outer.lr": "0.5"}
     for name in "cb":  # also one that has been in
         what = refused(world.join, name, identity=longer).what
-        assert f"outer.lr is 0.5 in {name} and 0.7 in the run" in what
-        assert f"steps of the run is 200 in {name} and 100 in the run" in what
+        assert f"outer.lr is 0.5 in {name}, but 0.7 in the run" in what
+        assert f"steps of the run is 200 in {name}, but 100 in the run" in what
     # All stop, and the run goes on with other settings: they hold for everyone who comes then.
     world.now += 11.0
     world.drop_silent()
@@ -44,12 +44,12 @@ def test_what_differs_is_named_with_both_values_and_changed_only_by_all(tmp_path
     # b was away: it must join, and is compared.
     assert "does not know this cluster" in refused(world.heartbeat, "b").what
     what = refused(world.join, "b", identity=RUN).what
-    assert "outer.lr is 0.7 in b and 0.5 in the run" in what
+    assert "outer.lr is 0.7 in b, but 0.5 in the run" in what
     assert world.join("b", identity=longer).standing == "current"
     # What the weights rest on never changes.
     world.leave("a"), world.leave("b")
     what = refused(world.join, "a", identity={**longer, "layout": "z"}).what
-    assert "layout is z in a and a in the run" in what
+    assert "layout is z in a, but a in the run" in what
 
 
 def test_who_pauses_comes_back_to_the_settings_of_before(tmp_path):
@@ -93,7 +93,7 @@ def test_without_a_hub_who_comes_first_after_a_stop_of_all_sets_new_values(tmp_p
         world.leave(leaves)
         world.core.journal.close()
         journal = Journal(tmp_path / JOURNAL)
-        world.core = Core(tmp_path, world.settings, lambda: world.now, journal)
+        world.core = HubCore(tmp_path, world.settings, lambda: world.now, journal)
         if kind:
             assert refused(world.join, "a", **known).kind == kind
     assert world.join("a", **known).standing == "current"
@@ -149,7 +149,7 @@ def test_a_damaged_memory_is_named(tmp_path):
         Journal(path)
     path.unlink()
     path.mkdir()
-    with pytest.raises(UserError, match="cannot be opened"):
+    with pytest.raises(UserError, match="cannot open the hub's memory"):
         Journal(path)
 
 
@@ -300,7 +300,7 @@ def test_status_says_who_is_waited_for_and_why(tmp_path):
     assert (a["weight"], b["weight"], c["weight"]) == (0.75, 0.25, 0.0)
     assert c["refused"].startswith("round 0: ") and a["slow"] == ""
     assert b["slow"] == "training: 0 inner steps since its last round"
-    assert c["slow"] == "not heard for 20s"
+    assert c["slow"] == "no heartbeat for 20s"
     (opened,), (commit,) = told["open"], told["commits"]
     assert (opened["round"], opened["since_s"]) == (1, 20.0)
     assert opened["missing"] == {"b": b["slow"], "c": c["slow"]}

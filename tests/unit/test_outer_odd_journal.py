@@ -14,7 +14,7 @@ import pytest
 
 from isles.errors import ConfigError
 from isles.outer.bucket.chain import Chain
-from isles.outer.hub.core import Core, status
+from isles.outer.hub.core import HubCore, status
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.rules import Refusal, Settings
 from isles.outer.messages import (
@@ -51,7 +51,7 @@ class Cluster:
         folder.mkdir(exist_ok=True)
         (folder / "shared").mkdir(exist_ok=True)
         rules = Settings.model_validate({"min_clusters": 2})
-        self.core = Core(folder, rules, lambda: self.now, Journal(Path(":memory:")))
+        self.core = HubCore(folder, rules, lambda: self.now, Journal(Path(":memory:")))
         self.chain = Chain(Folder(f"file://{folder}/shared", ""), self.core)
         self.chain.open()
 
@@ -220,7 +220,7 @@ def test_an_odd_value_in_any_column_is_refused_or_harmless(tmp_path: Path, entry
             for column, value in enumerate(row):
                 for odd in (*NEVER, *(ODD_TEXTS if isinstance(value, str) else ODD_NUMBERS)):
                     row[column] = odd
-                    named = f"no entry of a journal of isles: {table}." if odd in NEVER else ""
+                    named = f"not an entry of a journal of isles: {table}." if odd in NEVER else ""
                     if fault := bucket.fault(entry, named):
                         wrong.append(f"{table} {index} {column} {odd!r:.40}: {fault}")
                 row[column] = value

@@ -242,7 +242,7 @@ def test_what_the_core_cannot_read_in_a_journal_ends_in_words(tmp_path):
             assert looking is not None
             await asyncio.wait({looking}, timeout=DEADLINE_S)
             with pytest.raises(
-                ConfigError, match=r"that isles does not|no entry of a journal"
+                ConfigError, match=r"that isles does not|not an entry of a journal"
             ) as caught:
                 member.api.check()
             assert caught.value.id == "bucket.refused" and "\n" not in caught.value.what

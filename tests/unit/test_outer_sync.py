@@ -13,14 +13,14 @@ import pytest
 
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import CommunicationError, ConfigError, UserError
-from isles.outer.client.client import Alone
+from isles.outer.client.client import SingleCluster
 from isles.outer.client.spool import Spool
 from isles.outer.codec import parse_codec
 from isles.outer.layout import make_layout
 from isles.outer.messages import Adopt, Apply, Contribute, End, Lease, RoundAnswer, UseReserve
 from isles.outer.trainer.outer import Outer
 from isles.outer.trainer.step import Clock
-from isles.outer.trainer.sync import LEAST, MOST, Coordinator
+from isles.outer.trainer.sync import LEAST, MOST, OuterScheduler
 from isles.run.paths import RunDir
 from isles.train.record import Recorder
 
@@ -29,7 +29,7 @@ LAYOUT = make_layout({"a": (8,), "b": (8,)}, parse_codec("none"), num_fragments=
 
 
 def at(step: int = 0, **more: Any) -> Any:
-    """What is read of an `Exchange` after so many inner steps, all of them of this cluster."""
+    """What is read of an `OuterStep` after so many inner steps, all of them of this cluster."""
     known = {"num_fragments": 2, "version": 0, "contributed_at": 0, "sent": (), "has_learnt": True}
     state = SimpleNamespace(steps=step, step=step, **{**known, "samples_left": 10**6, **more})
     state.progress = state
@@ -37,25 +37,25 @@ def at(step: int = 0, **more: Any) -> Any:
 
 
 class Rank0:
-    """A coordinator, and the line on which a test speaks to it."""
+    """A scheduler, and the line on which a test speaks to it."""
 
     def __init__(
         self, folder: Path, clock: Callable[[], float] = time.monotonic, **settings: Any
     ) -> None:
         spool = Spool(folder / "spool", version=0, kept=0, since=0, most_bytes=0)
         spool.folder.mkdir(exist_ok=True)
-        self.line = Alone(LAYOUT, "a", spool, next_sample=0)
+        self.line = SingleCluster(LAYOUT, "a", spool, next_sample=0)
         self.line.poll()
         state = at(config=DiLoCoConfig(**{"sync_every": 8, "fragments": 2, **settings}))
         recorder = Recorder(RunDir(folder), is_main=False, world_size=1)
-        self.coordinator = Coordinator(
+        self.scheduler = OuterScheduler(
             state, self.line, batch=BATCH, total_steps=100, recorder=recorder, clock=clock
         )
 
     def plan(self, state: Any) -> list[Any]:
-        self.coordinator.exchange = state
-        self.coordinator.plan()
-        return self.coordinator.take_commands()
+        self.scheduler.exchange = state
+        self.scheduler.plan()
+        return self.scheduler.take_commands()
 
     def due_steps(self, last: int) -> list[int]:
         """The inner steps after which it contributes, where every average comes at once."""
@@ -63,7 +63,7 @@ class Rank0:
         for step in range(1, last + 1):
             contributed_at = due[-1] if due else 0
             if self.plan(at(step - 1, version=version, contributed_at=contributed_at)):
-                assert self.coordinator.step_of(version) == step
+                assert self.scheduler.step_of(version) == step
                 due.append(step)
                 version += 1
         return due
@@ -78,7 +78,7 @@ def test_a_turn_is_due_every_so_many_steps(tmp_path):
     assert Rank0(tmp_path).due_steps(20) == [4, 8, 12, 16, 20]
     warm = Rank0(tmp_path, warmup_rounds=2, warmup_sync_every=3)
     assert warm.due_steps(22) == [1, 3, 4, 6, 10, 14, 18, 22]
-    assert [warm.coordinator.sync_every_at(outer_step) for outer_step in (0, 3, 4)] == [3, 3, 8]
+    assert [warm.scheduler.sync_every_at(outer_step) for outer_step in (0, 3, 4)] == [3, 3, 8]
 
 
 def test_whether_a_cluster_contributes(tmp_path):
@@ -119,34 +119,34 @@ def test_an_average_takes_the_step_to_that_of_the_others_and_a_state_its_place(t
 def test_samples_are_claimed_ahead_and_no_more_than_are_needed(tmp_path):
     rank0 = Rank0(tmp_path)
     for _ in range(3):
-        rank0.coordinator.exchange = at(samples_left=0)
-        rank0.coordinator.plan()
-    assert rank0.coordinator.take_commands() == [Lease(((0, 8 * BATCH),))], "asked for once"
+        rank0.scheduler.exchange = at(samples_left=0)
+        rank0.scheduler.plan()
+    assert rank0.scheduler.take_commands() == [Lease(((0, 8 * BATCH),))], "asked for once"
     few = at(samples_left=8 * BATCH - 1)
     assert rank0.plan(few) == []  # it is asked for now, and heard of in the next step
     assert rank0.plan(few) == [Lease(((8 * BATCH, 16 * BATCH),))]
     rank0.plan(at(97, contributed_at=97, samples_left=3 * BATCH))
     assert rank0.line.poll() == [], "three steps are left"
     rank0.plan(at(samples_left=0))
-    rank0.coordinator.restock(is_late=True)
-    assert isinstance(rank0.coordinator.take_commands()[-1], UseReserve)
+    rank0.scheduler.restock(is_late=True)
+    assert isinstance(rank0.scheduler.take_commands()[-1], UseReserve)
 
 
 def test_who_is_not_let_in_hears_why(tmp_path):
     now = 100.0
     rank0 = Rank0(tmp_path, lambda: now, deadline=5.0)
-    coordinator, state = rank0.coordinator, rank0.line.state
+    scheduler, state = rank0.scheduler, rank0.line.state
     state.is_joined = False
     state.lost_at, state.why = now, "hub:1 does not answer"
     now += 4.0
-    assert coordinator.failure(is_new=True) is None
+    assert scheduler.failure(is_new=True) is None
     now += 2.0
-    late = coordinator.failure(is_new=True)
-    assert "has not answered within 5s: hub:1 does not answer" in str(late)
+    late = scheduler.failure(is_new=True)
+    assert "did not answer within 5s: hub:1 does not answer" in str(late)
     assert isinstance(late, CommunicationError) and "outer.deadline" in str(late)
-    assert coordinator.failure(is_new=False) is None, "it goes on alone"
+    assert scheduler.failure(is_new=False) is None, "it goes on alone"
     state.refusal = UserError("wrong token", where="hub:1", fix="paste it again")
-    failure = coordinator.failure(is_new=False)
+    failure = scheduler.failure(is_new=False)
     assert isinstance(failure, ConfigError) and failure.where == "hub:1"
 
 
@@ -157,7 +157,7 @@ def end_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, look: Callable[...,
         look: of each look at the hub the number and rank 0's line; returns the seconds it takes.
     """
     rank0 = Rank0(folder, deadline=5.0)
-    state = rank0.coordinator.exchange
+    state = rank0.scheduler.exchange
     state.version, state.has_learnt, state.last_row = 1, False, None
     state.clock, state.finish_move = Clock(), lambda: None
     state.apply = lambda apply: setattr(state, "version", apply.outer_step + 1)
@@ -179,7 +179,7 @@ def end_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, look: Callable[...,
     recorder.note = notes.append
     outer = Outer(
         state,
-        rank0.coordinator,
+        rank0.scheduler,
         world=world,
         batch=BATCH,
         forget_ahead=lambda: None,
@@ -212,7 +212,7 @@ def test_who_was_stopped_at_the_end_still_takes_what_the_others_have_averaged(
             line.state.lost_at, line.state.is_connected = 1001.0, False
         return 1.0
 
-    assert "not ended after 10s (the others are not reached)" in end_alone(
+    assert "not ended after 10s (the others are not reachable)" in end_alone(
         tmp_path, monkeypatch, away
     )
 
@@ -225,21 +225,21 @@ def test_who_was_stopped_at_the_end_still_takes_what_the_others_have_averaged(
 
 def test_auto_follows_the_slowest_link(tmp_path):
     rank0 = Rank0(tmp_path, sync_every="auto", max_sync_overhead=0.1)
-    coordinator = rank0.coordinator
+    scheduler = rank0.scheduler
 
     def heard(outer_step: int, num_bytes: int, seconds: float) -> int:
         rank0.line.emit(committed(outer_step, sent_bytes=num_bytes, send_s=seconds))
-        coordinator.poll()
-        return coordinator.sync_every_at(outer_step + 1)
+        scheduler.poll()
+        return scheduler.sync_every_at(outer_step + 1)
 
-    assert coordinator.sync_every_at(0) == LEAST and coordinator.step_of(7) == 0
-    coordinator.speed.step_s = 0.5
+    assert scheduler.sync_every_at(0) == LEAST and scheduler.step_of(7) == 0
+    scheduler.speed.step_s = 0.5
     # 2 fragments of 2000 bytes at 1000 bytes a second: 4 s, a tenth of 80 steps.
-    assert heard(0, 2000, 2.0) == 80 and coordinator.interval(1) == 40
+    assert heard(0, 2000, 2.0) == 80 and scheduler.interval(1) == 40
     # The other fragment is half of that, and comes as fast.
     assert heard(1, 1000, 1.0) == 60
     rank0.line.state.sync_every = 120
-    assert coordinator.sync_every_at(2) == 120, "another's link is slower"
+    assert scheduler.sync_every_at(2) == 120, "another's link is slower"
     rank0.line.state.sync_every = 0
     assert heard(2, 2000, 2e6) == MOST
 

@@ -12,7 +12,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from isles.outer.hub import traffic
 from isles.outer.hub.rules import Refusal, Settings
 from isles.outer.hub.traffic import Shared, Traffic
-from isles.outer.hub.work import TURN, Work
+from isles.outer.hub.work import TURN, HubWork
 from isles.run.unauthenticated import network
 from tests.outer_world import member_id
 
@@ -158,7 +158,7 @@ def test_a_transfer_that_lasts_ends_once_another_waits_for_its_memory():
 
 def test_many_requests_of_one_sender_take_turns_with_others(tmp_path):
     async def use() -> None:
-        work, order = Work(tmp_path, Settings()), list[str]()
+        work, order = HubWork(tmp_path, Settings()), list[str]()
 
         async def ask(sender: str) -> None:
             TURN.set(made.turn(sender))

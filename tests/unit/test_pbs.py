@@ -49,9 +49,9 @@ def test_values_that_pbs_would_misread(tmp_path: Path) -> None:
     assert "#PBS -o '/my runs/x-1/attempts/001/pbs.out'\n" in text
     requests = [line for line in text.splitlines() if line.startswith("#PBS -l")]
     assert requests == ["#PBS -l select=2:ncpus=8:model=bro", "#PBS -l walltime=24:00:00"]
-    with pytest.raises(ConfigError, match="before the colon for a host"):
+    with pytest.raises(ConfigError, match="before it as a host"):
         script_text(tmp_path, *PBS, run_dir="/runs:1/x-1")
-    with pytest.raises(ConfigError, match="memory_per_node much is no size"):
+    with pytest.raises(ConfigError, match="memory_per_node much is not a valid size"):
         script_text(tmp_path, *PBS, dialect="torque", memory_per_node="much")
 
 
@@ -66,7 +66,7 @@ def test_which_pbs_it_is_is_asked(answer: str, dialect: str | None, *, tmp_path:
     if dialect is not None:
         assert Pbs(str(tmp_path)).dialect() == dialect
         return
-    with pytest.raises(PreflightError, match="this is no PBS"):
+    with pytest.raises(PreflightError, match="which is not PBS"):
         Pbs(str(tmp_path)).dialect()
 
 
@@ -105,18 +105,18 @@ END
 @each(
     # A long attribute goes on after a tab.
     ("Q", "Can Never \n\tRun: Insufficient", "", "no nodes of this kind (Can Never Run: Ins"),
-    ("Q", "Not Running: Insufficient amount of resource: ngpus", "", "of this kind are taken"),
+    ("Q", "Not Running: Insufficient amount of resource: ngpus", "", "of this kind are in use"),
     ("Q", "Not Running: User has reached queue gpu running job limit.", "", "of the user"),
-    ("Q", "Not Running: Would conflict with reservation", "", "run into a reservation"),
+    ("Q", "Not Running: Would conflict with reservation", "", "overlap with a reservation"),
     ("H", "", "", "it is held"),
-    ("Q", "", "", "has not said why"),
+    ("Q", "", "", "has not given a reason"),
     ("Q", "Something new", "", "it waits: Something new"),
     ("R", "Job run at", "", "on a1+a2; its time limit is in 50m"),
     ("F", "", "0", "its script ended"),
     ("F", "", "85", "exit status 85"),
     ("F", "", "265", "killed by signal 9"),
     ("F", "", "137", "killed by signal 9"),
-    ("F", "", "-27", "limit of memory"),
+    ("F", "", "-27", "memory limit"),
     ("F", "", "", "deleted before it ran"),
 )
 def test_a_job_in_words(letter: str, comment: str, status: str, words: str, *, tmp_path):
@@ -137,7 +137,7 @@ def test_a_job_over_its_time_names_the_key_to_change(tmp_path: Path) -> None:
     write_record(job.attempt.stop_request, {"kind": "save", "requeue": True})
     job.write_outcome(job.look())
     outcome = read_record(job.attempt.outcome) or {}
-    assert outcome["state"] == "failed" and "limit of time" in outcome["error"]["what"]
+    assert outcome["state"] == "failed" and "time limit" in outcome["error"]["what"]
     assert "launcher.time" in outcome["error"]["fix"]
 
 
@@ -173,7 +173,7 @@ def test_each_host_is_one_node_and_gets_the_jobs_own_script(tmp_path: Path) -> N
     pbsdsh.unlink()
     commands = job.on_all_nodes(["--fleet", "f"], log)
     assert [words[4] for words in commands] == ["10.0.0.1", "10.0.0.2"], "by ssh instead"
-    with pytest.raises(CommunicationError, match=r"has 1 hosts \(a1\), and the run is for 2"):
+    with pytest.raises(CommunicationError, match=r"has 1 hosts \(a1\), but the run needs 2"):
         allocation(tmp_path, "a1\na1\n", 2)
     (only,) = allocation(tmp_path, "a1\na1\n", 1).nodes
     assert only.address == "127.0.0.1", "one node opens no port to the network"
@@ -190,13 +190,13 @@ def test_the_job_is_submitted_again_once(tmp_path: Path) -> None:
     job, script = allocation(tmp_path, "a1\n", 1), RunDir(tmp_path).attempt(1).script
     qsub = write_program(tmp_path / "bin" / "qsub", 'echo "$PWD $*" >>"$0.calls"; echo 13.srv')
     calls = qsub.with_name("qsub.calls")
-    assert "it goes on as PBS job 13.srv" in job.queue_again()
+    assert "the run continues as PBS job 13.srv" in job.queue_again()
     assert script.with_name("job-id").read_text().split() == ["13.srv"]
     assert calls.read_text() == f"{tmp_path} {script}\n"
     # Without an answer it may have been taken: then it finds the end on record, and ends.
     write_program(qsub, 'echo >>"$0.calls"; exec sleep 60')
     job.submit_s = 0.5
-    with pytest.raises(UserError, match="qsub has not answered within"):
+    with pytest.raises(UserError, match="qsub did not answer within"):
         job.queue_again()
     assert len(calls.read_text().splitlines()) == 2
 
@@ -234,8 +234,8 @@ TWICE = "echo 7[].server"
     ("queue", "x", "echo 'qsub: Unknown queue' >&2; exit 1", "Unknown queue", "qstat -Q"),
     ("account", "x", "echo 'qsub: Invalid account' >&2; exit 1", "Invalid account", "-P NAME"),
     ("resources", "x", "echo 'specification error' >&2; exit 1", "specification error", "dialect"),
-    ("extra", "[-J 1-4]", TWICE, "would start the same run many times", "delete it"),
-    ("extra", "[-t 0-3]", TWICE, "would start the same run many times", "delete it"),
+    ("extra", "[-J 1-4]", TWICE, "would start the same run several times", "delete it"),
+    ("extra", "[-t 0-3]", TWICE, "would start the same run several times", "delete it"),
 )
 def test_a_job_that_is_refused_leaves_nothing(
     key, value, qsub, words, fix, *, tmp_path, monkeypatch

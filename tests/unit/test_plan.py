@@ -300,7 +300,10 @@ def test_of_a_model_on_the_hub_only_its_config_is_fetched(here, capsys, monkeypa
         assert "1.2B parameters" in shown.out and "config.json from Hugging Face" in shown.out
         assert asked == [("/o/open/resolve/main/config.json", "Bearer hf_secret")]
         assert not list(here.rglob("models--*"))
-        for name, hint in (("o/gated", "needs a licence"), ("o/no", "Hugging Face knows no model")):
+        for name, hint in (
+            ("o/gated", "requires a license"),
+            ("o/no", "does not exist on Hugging Face"),
+        ):
             assert main([*words, f"model.name_or_path={name}"]) == ExitCode.USER
             shown = capsys.readouterr()
             assert hint in shown.err and "RTX 4090" in shown.out and "24.6k tokens" in shown.out

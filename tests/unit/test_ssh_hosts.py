@@ -26,7 +26,7 @@ from isles.launch.ssh import environment
 from isles.launch.ssh import start as launch_ssh
 from isles.launch.ssh.channel import READY
 from isles.launch.ssh.facts import code_digest
-from isles.launch.ssh.hosts import Host, choose_addresses, compare, resolve_ranks
+from isles.launch.ssh.hosts import SshHost, choose_addresses, compare, resolve_ranks
 from isles.launch.ssh.node import make_place
 from isles.launch.ssh.shell import Shell
 from isles.run.nodes import Fleet, FleetNode, read_fleet
@@ -93,10 +93,12 @@ def test_the_address_at_which_the_others_reach_a_host(hosts, second, interface, 
 
 def test_no_address_that_could_be_meant_is_no_guess() -> None:
     one = facts("one", "eth0 10.0.0.1/24", "eth1 10.1.0.1/24", reached="127.0.0.1")
-    with pytest.raises(PreflightError, match=r"not clear .* eth0 10\.0\.0\.1, eth1") as error:
+    with pytest.raises(PreflightError, match=r"unclear .* eth0 10\.0\.0\.1, eth1") as error:
         addresses((one, facts("two", "eth0 10.2.0.2/24", reached="10.2.0.2")))
     assert error.value.where == "host one" and "address: " in error.value.fix
-    with pytest.raises(PreflightError, match=r"no interface ib1 .* there are: ib0 10\.9\.0\.1, "):
+    with pytest.raises(
+        PreflightError, match=r"no interface ib1 .* the host has: ib0 10\.9\.0\.1, "
+    ):
         addresses(FAST, interface="ib1")
 
 
@@ -105,11 +107,11 @@ def cluster(*hosts: Any, **more: Any) -> ClusterConfig:
     return ClusterConfig.model_validate({"launcher": launcher, **more})
 
 
-def answered(section: ClusterConfig, *given: Facts) -> list[Host]:
+def answered(section: ClusterConfig, *given: Facts) -> list[SshHost]:
     """The hosts of a cluster with their facts; nothing more is asked of them."""
     nobody: Any = None
     pairs = zip(section.hosts, given, strict=True)
-    return [Host(node, host, nobody, fact) for node, (host, fact) in enumerate(pairs)]
+    return [SshHost(node, host, nobody, fact) for node, (host, fact) in enumerate(pairs)]
 
 
 def compared(*hosts: Facts) -> list[str]:
@@ -132,11 +134,11 @@ def test_every_odd_host_out_is_named_with_all_its_failures() -> None:
         )
     assert error.value.what.startswith("5 failures on 6 hosts:")
     for text in (
-        "host b: it has torch 2.12.0, and there is 2.13.0 on a, c, d, e, f",
-        "host c: it has Python 3.11, and there is 3.12 on a, b, d, e, f",
-        f"host d: it has isles 0.0.1, and there is {__version__} here",
+        "host b: it has torch 2.12.0 instead of 2.13.0 on a, c, d, e, f",
+        "host c: it has Python 3.11 instead of 3.12 on a, b, d, e, f",
+        f"host d: it has isles 0.0.1 instead of {__version__}, as on this machine",
         "host e: packages are not installed for /usr/bin/python3: transformers",
-        "host f: a and f are one machine, f",
+        "host f: a and f are the same machine, f",
     ):
         assert text in error.value.what
     assert error.value.what.count("fix: ") == 5
@@ -146,7 +148,7 @@ def test_what_may_differ_is_a_warning() -> None:
     assert compared(facts("a"), facts("b")) == []
     other = {"torch": "2.13.0", "transformers": "5.11"}
     (code, package) = compared(facts("a", code="x"), facts("b", packages=other, python="3.12.9"))
-    assert "host a has other code of isles" in code
+    assert "on host a differs" in code
     assert "the hosts differ in transformers: none on a, 5.11 on b" in package
 
 
@@ -159,9 +161,9 @@ ONE_AND_ALL = ({"ssh": "a", "gpus": 1}, "b")
     (cluster(*ONE_AND_ALL, gpus_per_node=2), (2, 4), ((1, 2), "cuda")),
     (cluster("a", "b"), (0, 0), ((1, 1), "cpu")),
     (cluster(*ONE_AND_ALL, gpus_per_node=3, device="cpu"), (4, 0), ((1, 3), "cpu")),
-    (cluster("a", "b"), (2, 0), "there is no GPU on b, and there are elsewhere"),
-    (cluster("a", "b", device="cuda"), (0, 0), "there is no GPU on a, b, and device is cuda"),
-    (cluster("a", "b", gpus_per_node=2), (2, 1), "2 ranks are asked for, and there are 1"),
+    (cluster("a", "b"), (2, 0), "no GPU found on b, but other hosts have GPUs"),
+    (cluster("a", "b", device="cuda"), (0, 0), "no GPU found on a, b, but device is cuda"),
+    (cluster("a", "b", gpus_per_node=2), (2, 1), "requests 2 ranks, but the host has 1"),
 )
 def test_ranks_by_the_gpus_of_each_host(section, gpus, expected):
     hosts = answered(section, *(facts("host", gpus=num) for num in gpus))
@@ -223,7 +225,7 @@ def test_a_folder_that_is_the_host_s_own_is_left_as_it_is(host_run: RunDir) -> N
     attempt = host_run.attempt(1)
     attempt.path.mkdir(parents=True)
     host_run.resolved.write_text("its own")
-    with pytest.raises(UserError, match="a run of its own") as error:
+    with pytest.raises(UserError, match="belongs to another run") as error:
         place(host_run)
     assert error.value.where == str(host_run.path)
     launch = {"attempt": 1, "begun_at": 1.0, "pid": 7}
@@ -263,7 +265,7 @@ def test_differences_between_hosts() -> None:
     assert launch_setup.difference_lines({"a": a, "b": a}) == ([], False)
     other = a | {"datasets": "4.5", "python": "3.12.4"}
     lines, is_bad = launch_setup.difference_lines({"a": a, "b": other})
-    assert not is_bad and len(lines) == 2 and all("(this may be)" in line for line in lines)
+    assert not is_bad and len(lines) == 2 and all("(this is allowed)" in line for line in lines)
     lines, is_bad = launch_setup.difference_lines({"a": a, "b": a | {"torch": "2.12.0"}})
     assert is_bad and lines == ["torch differs: 2.13.0 on a, 2.12.0 on b"]
     assert launch_setup.difference_lines({"a": a, "b": a | {"python": "3.11.1"}})[1]
@@ -341,7 +343,7 @@ def test_pip_that_never_ends_is_reported(run_file, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
     monkeypatch.setattr(launch_setup, "_INSTALL_S", 0.5)
     loaded = load_run_file(run_file, [OVER_SSH])
-    with pytest.raises(PreflightError, match="it has not been set up within 0s") as caught:
+    with pytest.raises(PreflightError, match="it was not set up within 0s") as caught:
         launch_setup.setup(loaded, check=False, print_line=str)
     assert caught.value.where == "host a1" and "grep pip" in caught.value.fix
 
@@ -400,7 +402,7 @@ def test_a_run_that_is_not_in_the_own_folder_is_remembered(row, *, run_file, mon
     loaded = load_run_file(run_file, [launcher])
     cluster, run_dir = loaded.config.clusters[0], run_file.parent / folder / "tiny-1"
     facts = {"machine_id": first, "host": "a1", "gpus": 0, "port": 29500, "reached_at": None}
-    host = Host(0, cluster.hosts[0], None, {**facts, "networks": []})
+    host = SshHost(0, cluster.hosts[0], None, {**facts, "networks": []})
     options = StartOptions(run_file, (), "auto", False, str, str)
     start = launch_ssh._SshStart(loaded, options, cluster, [host], "/")
     started = start._started({"run_dir": str(run_dir), "elsewhere": str(run_dir), "attempt": 1})
@@ -416,8 +418,8 @@ def test_a_run_that_cannot_be_remembered_goes_on_all_the_same(tmp_path: Path) ->
     remote = RemoteRun("tiny-1", "me@a1", path, (), "python3", "ssh", ("me@a1",), 1.0)
     remember(tmp_path / "file" / "runs", remote, warnings.append)
     (warning,) = warnings
-    assert "tiny-1 has started, and cannot be remembered here" in warning
-    assert f"on me@a1: {path}" in warning
+    assert "tiny-1 has started, but this machine cannot record it" in warning
+    assert f"on me@a1, with {path}" in warning
 
 
 _FORGETFUL = """
@@ -451,4 +453,4 @@ def test_a_start_that_is_not_heard_of_after_begin_ends(is_given_up: bool, *, run
         finally:
             node.kill()
     outcome = read_record(RunDir(tmp_path / "tiny-1").attempt(1).outcome) or {}
-    assert ("another host" if is_given_up else "was not heard of any more") in outcome["reason"]
+    assert ("another host" if is_given_up else "no message from the machine") in outcome["reason"]

@@ -27,7 +27,7 @@ from isles.checkpoint.tensors import disk_failure
 from isles.config.resolve import resolve
 from isles.config.sections.output import CheckpointConfig
 from isles.dist.files import Disks
-from isles.dist.world import Place, World
+from isles.dist.world import RankLocation, World
 from isles.errors import DataError, TrainingError, UserError
 from isles.run.checkpoints import CheckpointInfo, checkpoint_name
 from isles.run.manifest import MANIFEST, MANIFEST_VERSION, Manifest
@@ -56,7 +56,7 @@ def test_a_full_disk_is_named_before_what_torch_says_of_it(tmp_path, monkeypatch
 def saving(tmp_path: Path, pending: Any, now: Any = time.monotonic) -> CheckpointManager:
     """One whose save of step 4 is under way, and may take half an hour."""
     world = World(0, 0, 1, 1, *[None] * 4, 1.0)  # nothing is sent
-    disks = Disks((Place(0, 0, "here"),), (False,))
+    disks = Disks((RankLocation(0, 0, "here"),), (False,))
     config = CheckpointConfig(timeout=1_800.0)
     checkpoints = CheckpointManager(RunDir(tmp_path), world, config, disks, 1, now)
     checkpoints._pending, checkpoints._pending_step = pending, 4

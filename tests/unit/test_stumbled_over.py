@@ -261,7 +261,7 @@ def test_pip_without_a_network_is_said_to_be_so(tmp_path: Path, monkeypatch: Any
         "extras": [],
         "requirements": [],
     }
-    assert "index cannot be reached" in install._install(asked, tmp_path)
+    assert "cannot reach the package index" in install._install(asked, tmp_path)
     done.stderr = "ERROR: No matching distribution"
     assert "index" not in install._install(asked, tmp_path)
 
@@ -275,7 +275,7 @@ def test_slurm_holds_a_job_that_was_queued_again(tmp_path: Path) -> None:
     job = QueueJob(run_dir, attempt, "7", Slurm(str(tmp_path)))
     report = job.look()
     assert report.state == "requeued" and "two minutes" in report.reason
-    assert "asked to start now" in job.queue.hasten(report)
+    assert "asked Slurm to start it now" in job.queue.hasten(report)
 
 
 def test_a_node_that_is_lost_is_not_last_seen_too(tmp_path: Path) -> None:

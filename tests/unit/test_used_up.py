@@ -20,7 +20,7 @@ from isles.data.sources.files import opened_whole
 from isles.data.tokens.tokenizer import load_tokenizer, train_tokenizer
 from isles.errors import ConfigError, UserError
 from isles.models.build import load_model_config
-from isles.outer.hub.core import Core
+from isles.outer.hub.core import HubCore
 from isles.outer.hub.journal import JOURNAL, Journal
 from isles.outer.hub.rules import Settings
 from isles.outer.hub.server import make_identity
@@ -97,12 +97,12 @@ def test_a_last_checkpoint_is_named_only_if_it_exists(tmp_path: Path):
 
 
 def test_a_hub_that_has_lost_its_memory_says_so(tmp_path: Path):
-    Core(tmp_path, Settings(), lambda: 0.0)
+    HubCore(tmp_path, Settings(), lambda: 0.0)
     average = tmp_path / "rounds" / "00000003" / "average"
     average.parent.mkdir(parents=True)
     average.write_bytes(b"x")
     with pytest.raises(ConfigError, match="memory is damaged") as caught:
-        Core(tmp_path, Settings(), lambda: 0.0)
+        HubCore(tmp_path, Settings(), lambda: 0.0)
     assert str(tmp_path) in caught.value.where and caught.value.fix
 
 
@@ -123,5 +123,5 @@ def test_a_broken_certificate_is_named(tmp_path: Path):
     (tmp_path / "certificate.pem").write_text("-----BEGIN CERTIFICATE-----\nno\n")
     done = run_program([sys.executable, "-m", "isles.outer.hub", tmp_path, "--run", "test"])
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert "certificate.pem: the hub's certificate cannot be used" in done.stderr
+    assert "certificate.pem: cannot use the hub's certificate" in done.stderr
     assert "key.pem" in done.stderr.partition("fix: ")[2]

@@ -1,14 +1,14 @@
-"""Agent of one node, and coordinator of the run where it is the first: `python -m isles.agent`.
+"""Agent of one node; on the first node, also the coordinator of the run: `python -m isles.agent`.
 
     python -m isles.agent RUN_DIR              the coordinator: the first node, or a job's script
     python -m isles.agent RUN_DIR --node K     the agent of a node that has the run's files
-    python -m isles.agent HOST:PORT --node K   one that gets them from the coordinator
-    python -m isles.agent -                    arguments, and then a token, on standard input
+    python -m isles.agent HOST:PORT --node K   an agent that fetches them from the coordinator
+    python -m isles.agent -                    reads arguments, then a token, from standard input
 
-Launchers start it. Where the run has a container it enters that first, and stays the same process
-to whoever has started it. The first node's process is the coordinator as well; in a job of a queue,
-and where several nodes are processes of one machine, the coordinator is a process of its own, which
-places the agents. SIGINT and SIGTERM save and stop on all nodes, whichever of them they reach.
+Launchers start it. If the run has a container, the process enters the container first and keeps its
+pid. The first node's process is also the coordinator. In a job of a queue, and if several nodes are
+processes of one machine, the coordinator is a separate process that starts the agents. SIGINT and
+SIGTERM save and stop on all nodes, whichever node receives them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from isles.agent.agent import Agent, NodeLog, Signals
+from isles.agent.agent import Agent, AgentSignals, NodeLog
 from isles.agent.connection import Connection, ask_token, fetch_run, versions
 from isles.agent.server import LocalLink
 from isles.agent.telemetry import Telemetry
@@ -51,25 +51,23 @@ from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 
 _LONGEST_FOLDER = 70
-"""Letters of a folder in which a Unix socket still has room: its whole path has 107 at most."""
+"""Maximum length of a folder's path for a Unix socket: the whole path has at most 107 bytes."""
 
 
 def main() -> int:
     """Run to the end of the attempt; returns the run's exit code."""
     parser = argparse.ArgumentParser(prog="python -m isles.agent")
     parser.add_argument("target", help="RUN_DIR, or HOST:PORT of the coordinator")
-    parser.add_argument("--attempt", type=int, help="left out: the newest")
-    parser.add_argument("--node", type=int, help="left out: the first, or as the job says")
+    parser.add_argument("--attempt", type=int, help="default: the newest")
+    parser.add_argument("--node", type=int, help="default: the first, or the job's own number")
+    parser.add_argument("--nodes-file", type=Path, help="file with the nodes of a job")
     parser.add_argument(
-        "--nodes-file", type=Path, help="the nodes, where a job's coordinator has them"
+        "--address", help="address of this node for the other nodes (by default the run's)"
     )
-    parser.add_argument(
-        "--address", help="where the other nodes reach this one; left out: as the run says"
-    )
-    parser.add_argument("--log", help="takes what this prints; %%n: the number of the node")
+    parser.add_argument("--log", help="file for the output; %%n: the node's number")
     parser.add_argument("--check", metavar="HOST:PORT", help="only check this node of a job")
-    parser.add_argument("--output-dir", type=Path, help="where a run that comes from there is put")
-    # A launcher that starts it before it knows them writes them to standard input.
+    parser.add_argument("--output-dir", type=Path, help="folder for the run's files from HOST:PORT")
+    # A launcher that does not know the arguments yet writes them to standard input later.
     is_told = sys.argv[1:] == ["-"]
     settle_home()
     options = parser.parse_args(shlex.split(sys.stdin.readline()) if is_told else None)
@@ -95,7 +93,7 @@ def main() -> int:
         if log:
             redirect_output(log.replace("%n", str(node.node)))
         if options.check:
-            # The check of this node takes the place of this process.
+            # The check of this node replaces this process.
             words = [sys.executable, "-m", "isles.check.step", str(run_dir.path)]
             words += ["--attempt", str(attempt.number), "--node", str(node.node)]
             words += ["--hosts", ",".join(each.name for each in nodes), "--master", options.check]
@@ -107,8 +105,8 @@ def main() -> int:
 
 
 def _enter_container(run_dir: RunDir, attempt: Attempt, options: argparse.Namespace) -> None:
-    # Where the nodes of the run have a container, this process goes on in it; the coordinator of
-    # a job stays outside, where the commands of its queue are.
+    # If the nodes of the run have a container, this process continues in it. The coordinator of a
+    # job stays outside, because the commands of the queue are there.
     nodes = read_fleet(attempt, options.nodes_file)
     is_job = nodes is not None and nodes.in_job and options.nodes_file is None
     if nodes is None or nodes.container is None or is_job or is_in_container():
@@ -125,10 +123,10 @@ def _enter_container(run_dir: RunDir, attempt: Attempt, options: argparse.Namesp
 
 
 def _lead(run_dir: RunDir, attempt: Attempt) -> int:
-    # The coordinator, with the agent of the first node in this process where it has one.
-    signals = Signals(attempt)
+    # The coordinator, with the agent of the first node in this process if it has one.
+    signals = AgentSignals(attempt)
     signals.install()
-    from isles.agent.lead import Lead  # slow: it knows run files
+    from isles.agent.lead import Lead  # a slow import: it loads the config classes
 
     lead = Lead(run_dir, attempt, signals)
     code = lead.open()
@@ -147,9 +145,9 @@ def _lead(run_dir: RunDir, attempt: Attempt) -> int:
 
 def _run(run_dir: RunDir, attempt: Attempt, nodes: Fleet, node: FleetNode) -> int:
     # The agent of a node whose coordinator is another process.
-    signals = Signals(attempt)
+    signals = AgentSignals(attempt)
     signals.install()
-    # Where the coordinator has no node of its own, any node may be the first of those that train.
+    # If the coordinator runs on none of the nodes, any node can be the first to train.
     store = _store(node) if node.node == 0 or not nodes.has_own_node else None
     hello = {
         "run": run_dir.name,
@@ -162,7 +160,7 @@ def _run(run_dir: RunDir, attempt: Attempt, nodes: Fleet, node: FleetNode) -> in
         "python": sys.executable,
         "store": store.port if store else 0,
     }
-    # First of all: the others wait for this node, and not for what it must import.
+    # First of all, so that the others wait for this node and not for its imports.
     connection = Connection(
         "" if nodes.coordinator else nodes.first.name,
         (nodes.meets_at, nodes.port),
@@ -173,8 +171,8 @@ def _run(run_dir: RunDir, attempt: Attempt, nodes: Fleet, node: FleetNode) -> in
     )
     code = _serve(run_dir, attempt, nodes, node, signals, connection, store)
     if connection.state == "cut off" and nodes.is_shared and not attempt.outcome.exists():
-        # The coordinator is gone, and cannot record how the run has ended.
-        fix = "it was killed, or the machine ran out of memory: see `dmesg | tail` there"
+        # The coordinator is gone and cannot record the run's outcome.
+        fix = "it was killed, or the machine ran out of memory; run `dmesg | tail` there"
         end_failed(attempt, agent_error(connection.why, fix, id="run.coordinator"))
     return code
 
@@ -184,11 +182,11 @@ def _serve(
     attempt: Attempt,
     nodes: Fleet,
     node: FleetNode,
-    signals: Signals,
+    signals: AgentSignals,
     connection: Connection | LocalLink,
     store: RankStore | None,
 ) -> int:
-    # Apply the commands of the coordinator, to the end of the run.
+    # Apply the commands of the coordinator until the run ends.
     interface = node.interface or interface_of(node.address)
     os.environ.update(rank_defaults(device=nodes.device, nproc=node.nproc, interface=interface))
     is_own = isinstance(connection, LocalLink)
@@ -228,8 +226,8 @@ def _store(node: FleetNode) -> RankStore | None:
 
 @contextmanager
 def _fork_server(run_dir: RunDir, attempt: Attempt) -> Iterator[Path]:
-    """Start the server from which the ranks are forked; gives a folder for their files."""
-    # multiprocessing's socket goes there: its path must not be longer than the kernel allows.
+    """Start the server that forks the ranks; yields a folder for its files."""
+    # multiprocessing's socket is in this folder; the kernel limits the length of its path.
     is_long = len(tempfile.gettempdir()) > _LONGEST_FOLDER
     with tempfile.TemporaryDirectory(prefix="isles-", dir="/tmp" if is_long else None) as scratch:
         process: Any = multiprocessing.current_process()

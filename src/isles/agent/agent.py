@@ -1,6 +1,6 @@
-"""The agent of one node: applies the commands of the coordinator, and ends when it is cut off.
+"""The agent of one node: applies the coordinator's commands, and exits when the connection is lost.
 
-Beside it: the signals to this process, and the log of this node.
+Also in this module: handling of signals to this process, and the log of this node.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _PRINTED_EVERY_S = 2
 
 
 class Agent:
-    """One node of a run.
+    """Agent of one node.
 
     Args:
-        signals: to this process, which it forwards to the ranks on command.
-        telemetry: samples this node; None: nobody does.
-        is_shared: whether the coordinator is known to see the same folder of the attempt.
+        signals: signals to this process, which the agent forwards to the ranks on command.
+        telemetry: samples this node; None: no samples.
+        is_shared: whether the coordinator is known to see the same attempt folder.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Agent:
         attempt: Attempt,
         connection: Connection | LocalLink,
         workers: WorkerGroup,
-        signals: Signals,
+        signals: AgentSignals,
         telemetry: Telemetry | None,
         *,
         is_shared: bool,
@@ -106,7 +106,7 @@ class Agent:
         )
 
     def _printed(self) -> int:
-        # Grows when one of the ranks here has printed, but not with every line.
+        # Increases when a local rank has printed, but not with every line.
         newest = 0.0
         for rank in self._signals.ranks:
             with suppress(OSError):
@@ -114,12 +114,12 @@ class Agent:
         return int(newest) // _PRINTED_EVERY_S
 
     def _apply(self, command: dict[str, Any]) -> int | None:
-        # Returns the exit code where the run is over.
+        # Returns the exit code if the run is over.
         match command.get("phase"):
             case "run":
                 self._run(command)
             case "halt" if self._workers.report["state"] != "idle":
-                log_line("a rank was lost: the ranks of this node end with it", "agent")
+                log_line("a rank failed; ending the ranks of this node", "agent")
                 self._workers.end(at_once=False)
             case "over":
                 self._workers.end(at_once=bool(command["now"]))
@@ -152,10 +152,10 @@ class Agent:
                 log_line(f"asked to save and stop ({name})", "agent")
             self._signals.forward(self._forwarded)
         if command["handover"] and workers.hand_over():
-            log_line("other nodes are waiting to join: the ranks save and meet again", "agent")
+            log_line("other nodes are waiting to join; the ranks save and restart", "agent")
 
     def _answer(self, question: int) -> None:
-        # With the stacks of the scripts here; 0: the coordinator has all answers.
+        # Answers with the stacks of the local scripts; 0: the coordinator needs no answer.
         self._stacks = {}
         if question:
             records = {r: read_record(self._attempt.rank_record(r)) for r in self._signals.ranks}
@@ -167,43 +167,45 @@ class Agent:
             self._stacks = {"number": question, "ranks": read_stacks(scripts)}
 
 
-class Signals:
-    """The last signal to this process; and the way to forward one to the ranks of this node."""
+class AgentSignals:
+    """The last signal to this process, and a way to forward signals to the ranks of this node."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.received = 0
-        """SIGINT, SIGTERM or SIGUSR1; SIGKILL: stop at once. 0: none."""
+        """SIGINT, SIGTERM or SIGUSR1; SIGKILL: stop immediately; 0: no signal."""
         self.ranks: tuple[int, ...] = ()
-        """The ranks of this node now, or those that it had last."""
+        """The ranks of this node, running or ended."""
         self._attempt = attempt
         self._restart = 0
         self._waiting: set[int] = set()
 
     def install(self) -> None:
-        """Take over the signals: each is a request, which the coordinator brings to all nodes.
+        """Install handlers. A signal is a request, which the coordinator forwards to all nodes.
 
-        Main thread only. The second SIGINT means at once. The end of a terminal means nothing.
+        Main thread only. A second SIGINT stops immediately. SIGHUP is ignored.
         """
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._handle)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     def expect(self, restart: int, ranks: Iterable[int]) -> None:
-        """These ranks are being started; records from before this restart are not theirs."""
+        """Note the ranks that are being started; records from before this restart are not
+        theirs."""
         self.ranks = tuple(ranks)
         self._restart = restart
         self._waiting = set(self.ranks)
 
     def forward(self, number: int) -> None:
-        """Send this signal to each rank once; called again and again, for ranks that still start.
+        """Send this signal once to each rank; call it repeatedly, for ranks that are still
+        starting.
 
-        A rank writes its record once it can take a signal.
+        A rank writes its record when it can handle a signal.
         """
         for rank in sorted(self._waiting):
             record = read_record(self._attempt.rank_record(rank)) or {}
             process = ProcessId.from_record(record)
             if process is not None and record.get("restart") == self._restart:
-                # These are the agent's own children, whatever owner the disk shows.
+                # These processes are the agent's own children, whatever owner the disk shows.
                 send_signal(replace(process, is_own=True), signal.Signals(number))
                 self._waiting.discard(rank)
 
@@ -213,7 +215,7 @@ class Signals:
 
 
 class NodeLog:
-    """One log of a node: the lines of its agent and its ranks, copied by a thread as they come.
+    """Log of one node: the lines of its agent and its ranks, copied continuously by a thread.
 
     RUN_DIR/logs/distributed_training/cluster_train_<time>_node<K>.log; latest_node<K>.log is a link
     to the newest.
@@ -223,7 +225,7 @@ class NodeLog:
     """
 
     def __init__(
-        self, run_dir: RunDir, attempt: Attempt, node: int, signals: Signals, agent_log: Path
+        self, run_dir: RunDir, attempt: Attempt, node: int, signals: AgentSignals, agent_log: Path
     ) -> None:
         self._run_dir = run_dir
         self._attempt = attempt
@@ -231,7 +233,7 @@ class NodeLog:
         self._signals = signals
         self._agent_log = agent_log
         self._offsets: dict[Path, int] = {}
-        # What earlier starts have printed is in their own log.
+        # Earlier attempts have separate logs.
         for path in (agent_log, *attempt.path.glob("rank-*.log")):
             with suppress(OSError):
                 self._offsets[path] = path.stat().st_size
@@ -269,10 +271,10 @@ class NodeLog:
                         self._copy(f"rank {rank}", path, out, is_last=is_over)
         except OSError as error:
             # The same lines are in the logs of the agent and the ranks.
-            sys.stderr.write(f"agent: this node has no log of its own: {error}\n")
+            sys.stderr.write(f"agent: cannot write the log of this node ({error})\n")
 
     def _copy(self, name: str, path: Path, out: IO[bytes], *, is_last: bool) -> None:
-        # Lines that have come since the last time; half a line only where no more will come.
+        # Lines since the last call; an incomplete line only if no more output will come.
         with suppress(FileNotFoundError), path.open("rb") as stream:
             stream.seek(self._offsets.get(path, 0))
             lines = stream.readlines()

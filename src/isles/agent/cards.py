@@ -1,4 +1,4 @@
-"""The GPUs of a node as their drivers see them: NVIDIA's by NVML, AMD's by its own library."""
+"""The GPUs of a node, read from their drivers: NVIDIA through NVML, AMD through AMD SMI."""
 
 from __future__ import annotations
 
@@ -14,37 +14,39 @@ _REASONS = (
     (0x8, "the hardware"),
     (0x4, "its power limit"),
 )
-"""Bits of nvmlClocksEventReasons (nvml.h), the gravest first; the last is usual under full load."""
+"""Bits of nvmlClocksEventReasons (nvml.h), the most serious first; the last is usual under full
+load."""
 
 _ALL_LINKS = 0xFFFFFFFF
 """The scope of a field that is summed over all NVLinks (nvml.h: UINT_MAX)."""
 
 
-class Cards(Protocol):
+class GpuReader(Protocol):
     """The GPUs that the ranks of a node see."""
 
     def read(self) -> list[dict[str, Any]]:
-        """Figures of each, in the order of the local ranks; None: its driver does not say."""
+        """Metrics of each GPU, in the order of the local ranks; None: the driver does not report
+        it."""
 
 
-def find_cards(count: int) -> Cards | None:
-    """The GPUs of the first `count` local ranks; None: no driver knows any."""
+def find_cards(count: int) -> GpuReader | None:
+    """The GPUs of the first `count` local ranks; None: no driver reports any."""
     for kind in (NvidiaCards, AmdCards):
-        # Absent or broken in ways of their own, library and driver alike: then there is no GPU.
+        # The library or the driver may be missing or broken in any way: then there is no GPU.
         with suppress(Exception):
             return kind(visible_devices(), count)
     return None
 
 
 class NvidiaCards:
-    """By NVML.
+    """NVIDIA GPUs, read through NVML.
 
     Args:
         wanted: entries of CUDA_VISIBLE_DEVICES; None: all.
-        count: how many of them.
+        count: number of GPUs.
 
     Raises:
-        Exception: of any kind, where there is no driver or no GPU.
+        Exception: of any type, if there is no driver or no GPU.
     """
 
     def __init__(self, wanted: list[str] | None, count: int) -> None:
@@ -82,7 +84,7 @@ class NvidiaCards:
         if reasons is None:  # a driver before 535
             reasons = self._get("nvmlDeviceGetCurrentClocksThrottleReasons", card)
         if self._turn % len(self._cards) == position:
-            # It takes the driver 20 ms each way, in which the card has other calls wait.
+            # Each call takes the driver 20 ms, and other calls to the GPU wait for it.
             self._buses[position] = self._bus(card, "RX"), self._bus(card, "TX")
         pcie_in, pcie_out = self._buses.get(position, (None, None))
         nvlink_in, nvlink_out = self._link_rates(position, card)
@@ -104,11 +106,11 @@ class NvidiaCards:
         }
 
     def _visible(self, wanted: list[str] | None) -> list[tuple[int, Any]]:
-        # As CUDA reads CUDA_VISIBLE_DEVICES: it stops at the first entry that is not there.
+        # As CUDA reads CUDA_VISIBLE_DEVICES: it stops at the first invalid entry.
         nvml = self._nvml
         present = {}
         for index in range(nvml.nvmlDeviceGetCount()):
-            with suppress(nvml.NVMLError):  # one that has fallen off the bus
+            with suppress(nvml.NVMLError):  # a GPU that has fallen off the bus
                 present[index] = nvml.nvmlDeviceGetHandleByIndex(index)
         if wanted is None:
             return list(present.items())
@@ -133,7 +135,7 @@ class NvidiaCards:
         return None if kilobytes is None else kilobytes * 1e3
 
     def _link_rates(self, position: int, card: Any) -> tuple[float | None, ...]:
-        # From counters in KiB; a card without NVLink has none.
+        # From counters in KiB; a GPU without NVLink has none.
         nvml, now = self._nvml, time.monotonic()
         ways = (getattr(nvml, f"NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_{way}") for way in ("RX", "TX"))
         fields = self._get("nvmlDeviceGetFieldValues", card, [(way, _ALL_LINKS) for way in ways])
@@ -151,14 +153,14 @@ class NvidiaCards:
         )
 
     def _get(self, call: str, *args: Any) -> Any:
-        # None where the card, the driver or the library does not know it.
+        # None if the GPU, the driver or the library does not report it.
         with suppress(self._nvml.NVMLError, AttributeError):
             return getattr(self._nvml, call)(*args)
         return None
 
 
 class AmdCards:
-    """By AMD SMI. Arguments and errors as of `NvidiaCards`."""
+    """AMD GPUs, read through AMD SMI. Same arguments and errors as `NvidiaCards`."""
 
     def __init__(self, wanted: list[str] | None, count: int) -> None:
         import amdsmi
@@ -185,7 +187,7 @@ class AmdCards:
         }
         used, total = (None if mb is None else int(mb) << 20 for mb in memory.values())
         power = self._number("amdsmi_get_power_info", card, key="current_socket_power")
-        if power is None:  # a card before the MI300
+        if power is None:  # a GPU older than the MI300
             power = self._number("amdsmi_get_power_info", card, key="average_socket_power")
         sensor = smi.AmdSmiTemperatureType.HOTSPOT, smi.AmdSmiTemperatureMetric.CURRENT
         return {

@@ -1,4 +1,4 @@
-"""An agent's side of the protocol: its connection to the coordinator, and the files of a run."""
+"""An agent's connection to the coordinator, and the run's files that it fetches."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ from isles.run.paths import Attempt, RunDir
 from isles.run.records import clear_errors
 
 _ANSWER_S = 4.0
-"""Longest wait for a connection, and for an answer on a new one; then it is tried again."""
+"""Longest wait for a connection, and for an answer on a new connection, before the next try."""
 _LOOK_S = 0.05
 _RETRY_S = 0.2
 
 _FETCH_S = 600.0
-"""Longest wait for the coordinator: people type the commands of the nodes one after another."""
+"""Longest wait for the coordinator: people start the nodes one after another."""
 
 State = Literal["seeking", "connected", "cut off", "refused"]
 
 
 class Connection:
-    """Keeps the connection to the coordinator, and opens it again where it breaks.
+    """The connection to the coordinator; reconnects if the connection breaks.
 
     Args:
         address: host and port at which the coordinator listens.
-        hello: who this node is; see `RendezvousServer`.
-        start_timeout_s: longest wait for the coordinator at the start, and, where `may_return`,
-            once more after the connection was lost.
-        may_return: whether the run goes on without this node, which may then come back.
+        hello: identity of this node; see `RendezvousServer`.
+        start_timeout_s: longest wait for the coordinator at the start, and, if `may_return`, once
+            more after the connection was lost.
+        may_return: whether the run continues without this node, which may then rejoin.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class Connection:
         self.command: dict[str, Any] = {}
         """The coordinator's last command; empty before the first."""
         self.why = ""
-        """Why the connection is cut off."""
+        """Why the connection was lost for good."""
         self.failure: UserError | None = None
-        """Why the coordinator has refused this node."""
+        """Why the coordinator refused this node."""
         self._address = address
         at = f"{address[0]}:{address[1]}"
         self._coordinator = at if name in ("", address[0]) else f"{name} ({at})"
@@ -89,14 +89,14 @@ class Connection:
         self._report = report
 
     def reconnect(self) -> None:
-        """Seek the coordinator again, as another agent; the ranks must have ended."""
-        self._thread.join(_ANSWER_S)  # it has seen the cut; two of them would take turns
+        """Look for the coordinator again, as a new agent; the ranks must have ended."""
+        self._thread.join(_ANSWER_S)  # it has noticed the loss; two threads would compete
         self.command = {}
         self.state = "seeking"
         self._start()
 
     def leave(self) -> None:
-        """Tell the coordinator that this agent ends in good order."""
+        """Tell the coordinator that this agent exits normally."""
         self._is_leaving = True
         self._thread.join(_ANSWER_S)
 
@@ -106,7 +106,7 @@ class Connection:
         self._thread.start()
 
     def _run(self) -> None:
-        # Until this node leaves, is refused, or is cut off.
+        # Runs until this node leaves, is refused, or loses the coordinator.
         search = _Search(self._coordinator, self._address, self._start_timeout_s)
         hello = {"hello": {**self._hello, "agent": self._agent}}
         last_seen = LastSeen(time.monotonic())
@@ -127,12 +127,12 @@ class Connection:
                 time.sleep(_RETRY_S)
             silent_s = last_seen.look(time.monotonic())
             if self.state == "connected" and refused_s > GONE_AFTER_S:
-                # For good: the run is over, and there is nothing to return to.
+                # Final: the run is over, and there is nothing to rejoin.
                 self.may_return = False
-                gone = f"the coordinator on {self._coordinator}, through which the nodes meet"
+                gone = f"the coordinator on {self._coordinator}"
                 self._cut_off(f"{gone}, is gone")
             elif self.state == "connected" and silent_s > LOST_AFTER_S:
-                self._cut_off(f"{self._coordinator} has not been heard of for {silent_s:.0f} s")
+                self._cut_off(f"no message from {self._coordinator} for {silent_s:.0f} s")
 
     def _exchange(self, wire: Wire, last_seen: LastSeen) -> None:
         # Receive commands and send reports until the connection ends.
@@ -168,15 +168,15 @@ class Connection:
         self.state = "cut off"  # last: the agent's thread waits for it
 
     def _refuse(self, error: UserError) -> None:
-        if self.state == "connected" and "taken for lost" in error.what:
-            self._cut_off(f"{self._coordinator} has taken this node for lost")
+        if self.state == "connected" and "declared lost" in error.what:
+            self._cut_off(f"{self._coordinator} has declared this node lost")
         else:
             self.failure = error
             self.state = "refused"
 
 
 class _Search:
-    """Tries to find the coordinator, as lines in a log, and the error at the end of its time."""
+    """Search for the coordinator: log lines while it lasts, and an error at its end."""
 
     def __init__(self, coordinator: str, address: tuple[str, int], timeout_s: float) -> None:
         self._coordinator, self._address = coordinator, address
@@ -185,7 +185,7 @@ class _Search:
         self._num_logged = 0
 
     def failed(self, why: Exception) -> UserError | None:
-        """One try has failed; the error where it was the last."""
+        """Note a failed try; returns the error if it was the last try."""
         waited_s = time.monotonic() - self._began
         if waited_s <= self._timeout_s:
             if waited_s // WAITING_EVERY_S > self._num_logged:
@@ -197,17 +197,18 @@ class _Search:
         where = f"host {socket.gethostname()}"
         if isinstance(why, ProtocolError):
             return CommunicationError(
-                f"what listens at {self._coordinator} is not the coordinator of this run: {why}",
+                f"another program listens at {self._coordinator}, not the coordinator of this run "
+                f"({why})",
                 where=where,
-                fix=f"another program has this port: see `ss -ltnp | grep {port}` there, and set "
-                "clusters[0].network.port",
+                fix=f"find the program with `ss -ltnp | grep {port}` there, or use another port: "
+                "set clusters.0.network.port",
                 id="port.unknown",
             )
         return CommunicationError(
-            f"no coordinator has answered at {self._coordinator} within {self._timeout_s:.0f} s: "
-            f"{why}",
+            f"the coordinator at {self._coordinator} did not answer within {self._timeout_s:.0f} s "
+            f"({why})",
             where=where,
-            fix="is the first node started and not frozen, and is its port open? try: "
+            fix="check that the first node is started and not frozen, and that its port is open: "
             f"nc -vz {host} {port}",
             id="start.timeout",
         )
@@ -216,7 +217,7 @@ class _Search:
 def _connect(
     address: tuple[str, int], message: dict[str, Any], token: str
 ) -> tuple[Wire, dict[str, Any]]:
-    # An authenticated connection, and the coordinator's answer; errors as of `authenticate`.
+    # An authenticated connection, and the coordinator's answer; errors as in `authenticate`.
     wire = Wire(socket.create_connection(address, timeout=_ANSWER_S))
     try:
         return wire, authenticate(wire, message, token, _ANSWER_S)
@@ -235,9 +236,9 @@ def versions() -> dict[str, str]:
 
 
 def ask_token() -> str:
-    """The token of an attempt, from standard input: it never stands on a command line."""
+    """Read the token of an attempt from standard input, so that it is never on a command line."""
     if sys.stdin.isatty():
-        sys.stderr.write("token of this start of the run, as `isles train` has printed it: ")
+        sys.stderr.write("token of this attempt, as printed by `isles train`: ")
         sys.stderr.flush()
     return sys.stdin.readline().strip()
 
@@ -249,12 +250,12 @@ def fetch_run(
     output_dir: Path | None,
     timeout_s: float = _FETCH_S,
 ) -> tuple[RunDir, Attempt]:
-    """Get the files of a run from its coordinator, and make this node's own folder of it.
+    """Get the files of a run from its coordinator, and write them to a folder on this node.
 
-    `output_dir`: where that folder is made; None: as the run file says. UserError: the coordinator
-    does not answer in time, or this host cannot take part.
+    `output_dir`: parent of that folder; None: as in the run file. UserError: the coordinator does
+    not answer in time, or this host cannot take part.
     """
-    # A node that has the files needs no run file, whose classes take long to import.
+    # A node that has the files needs no config classes, which are slow to import.
     from isles.config.resolve import load_resolved
     from isles.launch.manual import node_environ
 
@@ -264,17 +265,18 @@ def fetch_run(
             f"the first node has isles {printable(str(files.get('isles')), longest=40)}, this host "
             f"has {__version__}",
             where=f"host {socket.gethostname()}",
-            fix=f"install the same isles on both; here, in {sys.executable}",
+            fix="install the same version of isles on both hosts (on this host, for "
+            f"{sys.executable})",
             id="version.isles",
         )
     nodes = Fleet.of(files["fleet"])
     if node is None or not 0 < node < len(nodes):
         raise UserError(
-            f"there is no node {node} to join",
+            f"node {node} does not exist",
             where="--node",
-            fix=f"the others have the numbers 1 to {len(nodes) - 1}",
+            fix=f"use a number from 1 to {len(nodes) - 1}",
         )
-    # The coordinator has proved that it knows the token: what it sends is taken as it is.
+    # The coordinator has proved that it knows the token, so its files are trusted.
     config = load_resolved(files["resolved"]).config
     folder = (output_dir or Path(config.output_dir)).expanduser().absolute()
     run_dir = RunDir(folder / files["run"])
@@ -292,7 +294,7 @@ def _fetch(target: str, token: str, timeout_s: float) -> dict[str, Any]:
         raise UserError(
             f"{target} is neither a run directory nor HOST:PORT",
             where="python -m isles.agent",
-            fix="type the command as `isles train` has printed it",
+            fix="use the command exactly as `isles train` printed it",
         )
     search = _Search(target, (host, int(port)), timeout_s)
     while True:
@@ -300,7 +302,10 @@ def _fetch(target: str, token: str, timeout_s: float) -> dict[str, Any]:
             wire, answer = _connect((host, int(port)), {"fetch": True}, token)
             wire.close()
             return dict(answer["files"])
-        except (OSError, ValueError) as error:  # ValueError: no message of ours, no name of a host
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # ValueError: an invalid message, or an invalid host name
             if (failure := search.failed(error)) is not None:
                 raise failure from error
         time.sleep(_RETRY_S)

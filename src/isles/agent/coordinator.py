@@ -40,26 +40,26 @@ from isles.run.restarts import (
 from isles.run.stop import read_stop_request
 
 Phase = Literal["wait", "run", "resolve", "halt", "over"]
-"""wait: for nodes. run: the ranks run. resolve: a rank or node was lost, the root cause is looked
-for. halt: all ranks end, to start again. over: the run has its outcome."""
+"""wait: for nodes. run: the ranks run. resolve: a rank or node was lost; finding the root cause.
+halt: all ranks end, and then restart. over: the run has its outcome."""
 
 _RESOLVE_S = 0.5
-"""How long the reports of other nodes may take to name an earlier cause."""
+"""Longest wait for reports of other nodes that may contain an earlier cause."""
 _GRACE_S = 30.0
-"""How long ranks may take to end once the run has its outcome."""
+"""Longest time for ranks to end after the run has its outcome."""
 _HALT_S = END_GRACE_S + 45.0
-"""A node that has not ended its ranks by then is given up."""
+"""A node that has not ended its ranks by then is dropped."""
 _DISK_S = 20.0
-"""How long the disk of the run directory may fail before the run is given up."""
+"""Longest time that the run directory's disk may fail before the run fails."""
 
 
 class Coordinator:
-    """Decides, from the reports of the nodes, what each of them is to do.
+    """Decides, from the reports of the nodes, on the command for each node.
 
     Args:
         save_timeout_s: longest wait for ranks that save before nodes join.
-        script: watches the user's own script; None: the ranks are the built-in trainer's.
-        job: the run in the job of a queue; None: it is in none.
+        script: watches the user's own script; None: the ranks run the built-in trainer.
+        job: the run in the job of a queue; None: it is not in a queue.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class Coordinator:
         self._outcome_at: float | None = None
         self._logged_stop = ""
         self._outcome: dict[str, Any] = {"exit_code": int(ExitCode.TRAINING), "reason": ""}
-        """Where the disk has no record of it, or the run goes on in another job."""
+        """The outcome, if the disk has no record of it, or if the run continues in another job."""
         self._disk_failed_at: float | None = None
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has its outcome, and the nodes are only to end."""
+        """Whether the run has its outcome, and the nodes only have to end."""
         return self._phase == "over"
 
     @property
@@ -110,14 +110,14 @@ class Coordinator:
         return self._outcome
 
     def ask_to_stop(self, number: int) -> None:
-        """Save and stop, as this signal means; SIGKILL: at once."""
+        """Save and stop, depending on the signal; SIGKILL: stop immediately."""
         if number == signal.SIGKILL:
             self._is_now = True
         else:
             self._signal = self._signal or number
 
     def look(self) -> None:
-        """Look at everything once, and decide; called ten times a second or so."""
+        """Check everything once, and decide; called about ten times per second."""
         self._server.look(self._clock())
         if not self.is_over and (gone := deleted(self._attempt)) is not None:
             self._is_now = True
@@ -125,24 +125,24 @@ class Coordinator:
         try:
             self._decide()
             self._disk_failed_at = None
-        except OSError as error:  # of records: every connection takes care of its own
+        except OSError as error:  # errors of records: every connection handles its own errors
             what = f"{error.filename or self._attempt.path} cannot be used: {error.strerror}"
             if self._disk_failed_at is None:
                 log_line(what)
                 self._disk_failed_at = self._clock()
             elif self._clock() - self._disk_failed_at > _DISK_S:
-                self.fail(agent_error(what, f"look at {self._attempt.path}", id="files.output"))
+                self.fail(agent_error(what, f"check {self._attempt.path}", id="files.output"))
         for node in self._server.connected():
             self._server.command(node, self._command(node), self._clock())
 
     def has_ended(self) -> bool:
-        """Whether all nodes have gone, or have had their time to."""
+        """Whether all nodes have exited, or their time to exit is over."""
         peers = self._server.peers().values()
         is_late = self._clock() - self._since > CLOSING_S
         return self.is_over and (is_late or all(peer.is_done or peer.lost for peer in peers))
 
     def fail(self, root_cause: ErrorRecord) -> None:
-        """End the run because of this, unless it has its outcome."""
+        """End the run with this cause, unless it already has an outcome."""
         if self.is_over:
             return
         log_line(str(root_cause["what"]))
@@ -159,7 +159,7 @@ class Coordinator:
 
     @property
     def restart(self) -> int:
-        """The present restart of the ranks; 0 before the first."""
+        """Number of the current restart of the ranks; 0 before the first restart."""
         return self._members.restart
 
     def _decide(self) -> None:
@@ -178,16 +178,16 @@ class Coordinator:
                 pass
 
     def _end(self, write: Callable[[], object], code: int, reason: str) -> None:
-        # The run is over; `write` puts that on record, unless the disk is full.
+        # The run is over; `write` records the outcome, unless the disk is full.
         self._enter("over")
         self._outcome = {"exit_code": code, "reason": reason}
         try:
             write()
         except OSError as error:
-            why = f"{reason}; this could not be put on record: {error.strerror}"
+            why = f"{reason} (this could not be recorded: {error.strerror})"
             log_line(f"the run has ended with {code}: {why}")
 
-    # Stops.
+    # Stop requests.
 
     def _receive_stop_requests(self) -> None:
         request = read_stop_request(self._attempt)
@@ -204,10 +204,10 @@ class Coordinator:
                 self._is_now = True
             elif number and not self._signal:
                 label = self._server.label(node)
-                log_line(f"{label} was asked to stop: all nodes save and stop")
+                log_line(f"{label} was asked to stop, so all nodes save and stop")
                 self._signal = number
         if self._is_now:
-            self._stop("asked to stop at once", ExitCode.INTERRUPTED)
+            self._stop("asked to stop immediately", ExitCode.INTERRUPTED)
 
     @property
     def _stop_code(self) -> ExitCode | None:
@@ -216,7 +216,7 @@ class Coordinator:
         return ExitCode.INTERRUPTED if self._signal == signal.SIGINT else ExitCode.REQUEUE
 
     def _stop(self, why: str, code: ExitCode) -> None:
-        # No rank is left: the run is stopped, or its job goes on later.
+        # All ranks have ended: the run is stopped, or its job continues later.
         log_line(why)
         if self._job is not None:
             self._end_job(self._job)
@@ -225,18 +225,18 @@ class Coordinator:
         self._end(lambda: end_stopped(self._attempt, code, saved), int(code), why)
 
     def _end_job(self, job: QueuedRun) -> None:
-        self._end(job.stopped, int(ExitCode.REQUEUE), "the job is queued again, to go on")
+        self._end(job.stopped, int(ExitCode.REQUEUE), "the job is queued again, to resume the run")
 
-    # Before the ranks.
+    # Before the ranks start.
 
     def _gather(self) -> None:
         if self._stop_code is not None:
-            self._stop("asked to stop while no rank was there", self._stop_code)
+            self._stop("asked to stop while no rank was running", self._stop_code)
             return
         if (refusal := self._server.fatal) is not None:
             self.fail(agent_error(refusal.what, refusal.fix, ExitCode.PREFLIGHT, id=refusal.id))
             return
-        if self._attempt.outcome.exists():  # whoever places the agents has given up
+        if self._attempt.outcome.exists():  # the process that starts the agents has given up
             self._enter("over")
             return
         members, nodes = self._members, self._nodes
@@ -249,18 +249,18 @@ class Coordinator:
         is_late = waited_s > nodes.start_timeout_s
         wanted = len(nodes) if not members.nodes and not is_late else nodes.min_nodes
         refused = self._server.refused
-        more = f"; refused: {refused.what}" if refused is not None else ""
+        more = f" (refused: {refused.what})" if refused is not None else ""
         if len(connected) >= wanted and self._has_first_node(connected):
             self._begin(connected)
         elif is_late:
             present = members.labels(connected) or "none"
             self.fail(
                 agent_error(
-                    f"{members.missing(connected)} did not come within "
-                    f"{nodes.start_timeout_s:.0f} s; there: {present}{more}",
-                    "are they switched on, and can they reach the first node? try there: "
-                    f"nc -vz {nodes.meets_at} {nodes.port}; clusters[0].start_timeout waits "
-                    "longer",
+                    f"{members.missing(connected)} did not join within "
+                    f"{nodes.start_timeout_s:.0f} s; joined: {present}{more}",
+                    "check that they are switched on and can reach the first node: "
+                    f"nc -vz {nodes.meets_at} {nodes.port}; to wait longer, raise "
+                    "clusters.0.start_timeout",
                     id="start.timeout",
                 )
             )
@@ -268,7 +268,7 @@ class Coordinator:
             self._logged_at = self._clock()
             self._waiting = (
                 f"waiting for {members.missing(connected)}: {len(connected)} of {len(nodes)} nodes "
-                f"are there; {nodes.start_timeout_s - waited_s:.0f} s left{more}"
+                f"have joined, {nodes.start_timeout_s - waited_s:.0f} s left{more}"
             )
             log_line(self._waiting)
             status = read_record(self._run_dir.status) or {}
@@ -278,7 +278,7 @@ class Coordinator:
                 write_record(self._run_dir.status, status, durable=False)
 
     def _has_first_node(self, nodes: list[int]) -> bool:
-        # Where only the first node has the run directory, the run cannot go on without it.
+        # If only the first node has the run directory, the run cannot continue without it.
         return 0 in nodes or self._nodes.is_shared
 
     def _begin(self, connected: list[int]) -> None:
@@ -288,7 +288,7 @@ class Coordinator:
             number = members.restart + 1
             restart = read_restart(self._attempt, number) or members.changed(connected)
         elif len(connected) < len(nodes):
-            log_line(f"beginning without {members.missing(connected)}")
+            log_line(f"starting without {members.missing(connected)}")
         members.begin(connected)
         if restart is not None:
             saved, ranks = newest_step(self._run_dir), members.world_size
@@ -303,7 +303,7 @@ class Coordinator:
             "world_size": members.world_size,
             "script": self._script is not None,
             "store": [address, self._server.peers()[connected[0]].store],
-            # Free there as well, where the first of the nodes is this machine.
+            # Also free there, if the first of the nodes is this machine.
             "master": [address, _free_port(address)],
             "resume_from": str(checkpoint) if checkpoint is not None else None,
         }
@@ -315,7 +315,7 @@ class Coordinator:
     # While the ranks run.
 
     def _watch(self) -> None:
-        # Until a rank is lost, all have ended, or other nodes come.
+        # Until a rank fails, all ranks have ended, or other nodes join.
         members, now = self._members, self._clock()
         reports = members.reports()
         keep_hang_files(self._run_dir, self._attempt, reports.values())
@@ -338,8 +338,10 @@ class Coordinator:
                 self._enter("halt")
         elif (newcomers := members.newcomers()) and not self._signal:
             has_stepped = read_last_step(self._attempt, members.restart) is not None
-            if has_stepped:  # else the ranks are only starting, and their start would be lost
-                log_line(f"{members.labels(newcomers)} waits to join: the ranks save and restart")
+            if (
+                has_stepped
+            ):  # else the ranks are still starting, and the time for their start would be lost
+                log_line(f"{members.labels(newcomers)} waits to join; the ranks save and restart")
                 self._asked_at = now
 
     def _all_ended(self, reports: dict[int, dict[str, Any]]) -> None:
@@ -348,7 +350,8 @@ class Coordinator:
         if ExitCode.HANDOVER in codes:
             self._enter("wait")
         elif codes <= {ExitCode.OK}:
-            # A user's script leaves no outcome; one that a stop request has reached ends not so.
+            # A user's script leaves no outcome. After a stop request, a script does not end this
+            # way.
             step, word = read_last_step(attempt, None), "finished"
             if self._script is not None:
                 self._script.finished()
@@ -356,23 +359,23 @@ class Coordinator:
                 lambda: end(attempt, "finished", ExitCode.OK, word, step=step), ExitCode.OK, word
             )
         elif self._stop_code is not None:
-            self._stop("the ranks have stopped as asked, and left no outcome", self._stop_code)
+            self._stop("the ranks stopped as requested, without an outcome", self._stop_code)
         elif self._job is not None and codes <= {ExitCode.OK, ExitCode.REQUEUE}:
-            self._end_job(self._job)  # a script of the user's own asks to be started again
+            self._end_job(self._job)  # the user's own script asks to be restarted
         else:
-            what = f"the ranks ended with {sorted(codes)}, and nobody has asked them to"
-            fix = "their logs may say why: `isles logs`"
+            what = f"the ranks ended with {sorted(codes)} without a stop request"
+            fix = "check their logs with `isles logs`"
             self.fail(agent_error(what, fix, ExitCode.TRAINING, id="rank.died"))
 
     def _resolve(self) -> None:
-        # A rank or a node was lost: find out what came first, then decide.
+        # A rank or a node was lost: find the first failure, then decide.
         members = self._members
         waited_s = self._clock() - self._since
         resolve_s = _RESOLVE_S if len(members.nodes) > 1 else 0.0
         reports = members.reports()
         causes = [report["root_cause"] for report in reports.values() if report.get("root_cause")]
         if members.lost():
-            # Its death is the cause of what the others say of their connections.
+            # Its loss is the cause of connection errors on the other nodes.
             if waited_s >= resolve_s:
                 self._decide_lost(causes)
             return
@@ -387,18 +390,20 @@ class Coordinator:
         if has_all and all(report["state"] == "succeeded" for report in reports.values()):
             self._enter("run")
             return
-        # Each reports only that it has lost another one: one that sends nothing is lost soon.
+        # Each rank only reports a lost peer. A node that sends nothing is declared lost soon.
         are_done = has_all and all(report["state"] != "running" for report in reports.values())
         if waited_s > LOST_AFTER_S + 5.0 or (are_done and not members.is_anybody_quiet()):
             errors = [error for report in reports.values() for error in report.get("errors", ())]
-            fix = "look at the logs of the ranks that are missing: `isles logs`"
-            unknown = agent_error("the ranks have lost one another", fix, id="rank.others")
+            fix = "check the logs of the missing ranks with `isles logs`"
+            unknown = agent_error(
+                "the ranks lost their connections to each other", fix, id="rank.others"
+            )
             first = min(errors, key=lambda error: float(error["at"]), default=unknown)
             self._decide_failure(first)
 
     @property
     def _brings_back(self) -> bool:
-        # Whether the ranks wait for another node in place of one that is lost.
+        # Whether the ranks wait for a replacement of a lost node.
         return self._job is not None and self._job.brings_back
 
     def _decide_lost(self, causes: list[ErrorRecord]) -> None:
@@ -412,7 +417,7 @@ class Coordinator:
             return
         error = self._members.lost_error(lost[0])
         if self._job is not None and self._job.lost(str(error["what"])):
-            log_line(f"{error['what']}: the job is queued again, to go on with other nodes")
+            log_line(f"{error['what']}; the job is queued again, to resume with other nodes")
             self._end_job(self._job)
         else:
             self._decide_failure({**error, "will_recur": not self._nodes.are_replaced})
@@ -425,11 +430,11 @@ class Coordinator:
             decide(self._run_dir, attempt, restart, root_cause, max_restarts=limit, stop=stop)
             self._enter("halt")
         except OSError:
-            # Where nothing can be recorded, nothing could be saved: no reason to go on.
+            # If nothing can be recorded, nothing can be saved: there is no reason to continue.
             self.fail(root_cause)
 
     def _halt(self) -> None:
-        # Until all members have ended their ranks.
+        # Waits until all members have ended their ranks.
         busy = self._members.busy()
         if self._attempt.outcome.exists():
             self._enter("over")
@@ -437,7 +442,7 @@ class Coordinator:
             self._enter("wait")
         elif self._clock() - self._since > _HALT_S:
             for peer in busy:
-                self._server.drop(peer, f"it has not ended its ranks within {_HALT_S:.0f} s")
+                self._server.drop(peer, f"its ranks did not end within {_HALT_S:.0f} s")
 
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
@@ -471,7 +476,7 @@ class Coordinator:
 
 
 def _free_port(address: str) -> int:
-    # A port at this address on which nobody listens now; 0 where this machine has no such address.
+    # A free port at this address; 0 if this machine does not have the address.
     with socket.socket() as probe:
         try:
             probe.bind((address, 0))

@@ -1,4 +1,5 @@
-"""Why ranks have failed, and what follows: a restart, the end of the run, or a stop."""
+"""Root causes of failed ranks, and the decision after them: a restart, the end of the run, or a
+stop."""
 
 from __future__ import annotations
 
@@ -32,17 +33,19 @@ def find_root_cause(
     *,
     are_all: bool = True,
 ) -> dict[str, Any] | None:
-    """Find the error that the others are consequences of.
+    """Find the error that caused the other errors.
 
     Args:
-        errors: the error records that these ranks have left.
-        failures: exit codes of the ranks that the agent saw end first.
-        are_all: whether there are no other ranks: then the cause is among these.
+        errors: error records of these ranks.
+        failures: exit codes of the ranks that ended first, as seen by the agent.
+        ranks: the ranks of this node, or of all nodes.
+        are_all: whether there are no other ranks; then the cause is among these.
 
     Returns:
-        An error record: the earliest error that is not the loss of another rank; else that of a
-        rank that died without leaving one; else the earliest error there is. None where the ranks
-        of this node have only lost one of another node.
+        An error record: the earliest error other than the loss of another rank; else the error of a
+        rank that died without a record; else the earliest error. None if the ranks of this node
+        only
+        lost a rank of another node.
     """
     own = [error for error in errors if not error["is_communication"]]
     if own:
@@ -58,7 +61,7 @@ def find_root_cause(
         return min(errors, key=lambda error: float(error["at"])) if are_all else None
     if not failures:
         return _death(ranks[0], 0)
-    # A rank that has lost another ends with a code of its own; a full disk may hold no error of it.
+    # A rank that lost another rank exits with a specific code; on a full disk it has no record.
     causes = {rank: code for rank, code in failures.items() if code != ExitCode.COMMUNICATION}
     if not causes and not are_all:
         return None
@@ -74,33 +77,36 @@ def decide(
     max_restarts: int,
     stop: ExitCode | None = None,
 ) -> Restart:
-    """Decide what follows from the loss of a rank, and record it, with the outcome at an end.
+    """Decide what follows from a failure, and record the decision; also the outcome if the run
+    ends.
 
-    `restart`: how often the ranks were started again before; `stop`: the exit code of a stop that
-    was asked for meanwhile.
+    `restart`: number of restarts before; `stop`: exit code of a stop that was requested in the
+    meantime.
     """
     counted = [entry for entry in list_restarts(attempt) if entry.is_counted]
     reached, saved = read_last_step(attempt, restart), newest_step(run_dir)
     last = counted[-1] if counted else None
     note = ""
     decision: Decision = "restart" if stop is None else "stop"
-    # A script on another host cannot see there that it has reported steps.
+    # A script on another host has no record of its reported steps there.
     is_new = root_cause.get("kind") == "ScriptFailed" and reached is not None
     if root_cause.get("will_recur") and not is_new:
-        decision = "fail"  # a wrong run file, a loss that is not finite: it would come again
+        decision = (
+            "fail"  # such as a wrong run file or a loss that is not finite: it would fail again
+        )
     elif (
         last is not None
         and _furthest(reached, saved) <= _furthest(last.reached, last.saved)
-        and not (root_cause.get("is_script") and reached is None)  # it tells nobody how far it is
+        and not (root_cause.get("is_script") and reached is None)  # it does not report its progress
     ):
         decision = "fail"
         note = (
-            f"it is the second loss of a rank without progress: {_at(last.reached)} before, "
-            f"{_at(reached)} now; starting once more would change nothing"
+            f"it is the second failure without progress ({_at(last.reached)} before, "
+            f"{_at(reached)} now), so another restart would not help"
         )
     elif decision == "restart" and (last.count if last else 0) >= max_restarts:
         decision = "fail"
-        note = f"all {max_restarts} restarts of this start are used up" if max_restarts else ""
+        note = f"all {max_restarts} restarts of this attempt are used up" if max_restarts else ""
     recorded = record_restart(
         run_dir,
         attempt,
@@ -128,16 +134,17 @@ def failure_report(
     *,
     has_no_memory: bool = False,
 ) -> dict[str, Any]:
-    """The part of an agent's report that says why ranks have failed.
+    """The part of an agent's report that explains why ranks have failed.
 
     Args:
-        failures: exit codes of the ranks that were seen to end first.
-        has_no_memory: whether the kernel has killed processes here for it; see `oom_kills`.
+        failures: exit codes of the ranks that ended first.
+        has_no_memory: whether the kernel has killed processes of this node for lack of memory; see
+            `oom_kills`.
 
     Returns:
-        errors: the records that these ranks have left. root_cause: the one that the others may be
-        consequences of; None where these ranks have only lost one of another node. tail: the end
-        of its log.
+        errors: error records of these ranks. root_cause: the record that may explain the others;
+            None
+        if these ranks only lost a rank of another node. tail: the end of its log.
     """
     paths = (attempt.rank_error(rank, restart) for rank in ranks)
     errors = [error for path in paths if (error := read_record(path))]
@@ -145,10 +152,9 @@ def failure_report(
     if has_no_memory and root_cause is not None and root_cause.get("id") == "memory.killed":
         root_cause |= {
             "kind": "OutOfMemoryError",
-            "what": f"{root_cause['what']}: this host, or the job's share of it, has no memory "
-            "left",
-            "fix": "lower training.micro_batch_size or data.workers, or give it more memory: "
-            "clusters[0].launcher.memory_per_node where a queue has set the limit",
+            "what": f"{root_cause['what']}: this host, or the job's share of it, is out of memory",
+            "fix": "lower training.micro_batch_size or data.workers, or provide more memory; if a "
+            "queue has set the limit, raise clusters.0.launcher.memory_per_node",
             "exit_code": int(ExitCode.OUT_OF_MEMORY),
             "will_recur": True,
         }
@@ -161,10 +167,10 @@ def failure_report(
 
 
 def oom_kills() -> int:
-    """How many processes of this one's cgroup the kernel has killed for their memory, ever.
+    """Number of processes of this cgroup that the kernel has killed for lack of memory, ever.
 
-    Source: Linux, Documentation/admin-guide/cgroup-v2.rst (memory.events) and
-    cgroup-v1/memory.rst (memory.oom_control). 0 where neither can be read.
+    Source: Linux, Documentation/admin-guide/cgroup-v2.rst (memory.events) and cgroup-v1/memory.rst
+    (memory.oom_control). 0 if neither can be read.
     """
     for folder, is_v2 in cgroup_folders("memory"):
         words = read_words(folder / ("memory.events" if is_v2 else "memory.oom_control"))
@@ -174,7 +180,7 @@ def oom_kills() -> int:
 
 
 def keep_errors(attempt: Attempt, restart: int, reports: Iterable[dict[str, Any]]) -> None:
-    """Record here the errors, and the end of the log, of ranks of other hosts."""
+    """Record on this host the errors, and the end of the log, of ranks of other hosts."""
     for report in reports:
         for error in report.get("errors", ()):
             path = attempt.rank_error(int(error["rank"]), restart)
@@ -209,10 +215,10 @@ def _why(root_cause: dict[str, Any]) -> str:
 
 
 def _death(rank: int, exit_code: int) -> ErrorRecord:
-    # The error record of a rank that could not write one.
+    # Error record for a rank that could not write one.
     how, fix, id = (
-        "died without a word",
-        "the end of its log may say why: `isles logs`",
+        "exited without an error message",
+        "check the end of its log with `isles logs`",
         "rank.died",
     )
     if exit_code > 0:
@@ -221,12 +227,12 @@ def _death(rank: int, exit_code: int) -> ErrorRecord:
         name = signal_name(-exit_code)
         how = f"was killed by {name}"
         if name == "SIGKILL":
-            fix = "somebody killed it, or the machine ran out of memory: see `dmesg | tail`"
+            fix = "it was killed, or the machine ran out of memory; run `dmesg | tail` there"
             id = "memory.killed"
         if name == "SIGABRT":
             fix = (
-                "on GPUs NCCL ends so the ranks that waited longer than comm_timeout for another: "
-                "the end of its log says for what, and the rank that has no such line is the one "
+                "on GPUs, NCCL aborts a rank that waits for another rank longer than comm_timeout. "
+                "The end of its log shows the operation; the rank without such a line is the rank "
                 "that hung"
             )
     return error_record(

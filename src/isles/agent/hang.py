@@ -1,6 +1,6 @@
-"""Stacks of ranks on hosts with disks of their own: reported by agents, kept on the first host.
+"""Stacks of ranks on hosts with separate disks: reported by agents, kept on the first host.
 
-Ranks of the built-in trainer leave them in `hangs/` of the attempt; see `train/hang.py`.
+Ranks of the built-in trainer write them to `hangs/` of the attempt; see `train/hang.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DECISION = re.compile(r"step-\d+\.json")
 def new_hang_files(attempt: Attempt) -> dict[str, str]:
     """Names and texts of the files that ranks of this host have written in the last seconds."""
     found = {}
-    # A folder that the coordinator has as well needs no copy, and an old one would undo a file.
+    # A folder that the coordinator sees needs no copy; an old copy could overwrite a newer file.
     if attempt.hangs.is_dir() and not attempt.nodes.exists():
         with suppress(OSError):
             for path in attempt.hangs.iterdir():
@@ -35,7 +35,7 @@ def new_hang_files(attempt: Attempt) -> dict[str, str]:
 
 
 def keep_hang_files(run_dir: RunDir, attempt: Attempt, reports: Iterable[dict[str, Any]]) -> None:
-    """Keep files that agents have reported. A full disk costs these, and nothing else."""
+    """Keep files that agents have reported. A full disk loses only these files."""
     for report in reports:
         for name, text in report.get("hangs", {}).items():
             path = attempt.hangs / name
@@ -46,9 +46,9 @@ def keep_hang_files(run_dir: RunDir, attempt: Attempt, reports: Iterable[dict[st
                 attempt.hangs.mkdir(exist_ok=True)
                 write_text_atomic(path, text, durable=False)
                 if is_new and _DECISION.fullmatch(name):
-                    # Rank 0 does not know of it, where another rank has found it out.
+                    # If another rank has detected it, rank 0 has not logged it.
                     record = read_record(path) or {}
-                    line = f"{record.get('text')}; stacks of the ranks: {path.parent}"
+                    line = f"{record.get('text')}; stacks of the ranks are in {path.parent}"
                     log_line(line)
                     status = read_record(run_dir.status) or {}
                     status["notes"] = [*status.get("notes", ()), line]

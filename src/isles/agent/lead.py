@@ -1,4 +1,4 @@
-"""The process of the coordinator: finds out the nodes, listens, places agents, and coordinates."""
+"""The process of the coordinator: finds out the nodes, listens, starts agents, and coordinates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from isles import __version__
-from isles.agent.agent import Signals
+from isles.agent.agent import AgentSignals
 from isles.agent.connection import versions
 from isles.agent.coordinator import Coordinator
 from isles.agent.live import LiveRecord
@@ -39,7 +39,7 @@ from isles.launch.container.failure import explain
 from isles.launch.kubernetes.pod import PodAllocation
 from isles.launch.local import place_here
 from isles.launch.manual import node_environ
-from isles.launch.queue.job import Allocation
+from isles.launch.queue.job import JobAllocation
 from isles.launch.queue.pbs import PbsAllocation
 from isles.launch.queue.slurm import SlurmAllocation
 from isles.run.begin import write_launch
@@ -59,27 +59,27 @@ _STARTERS = ("srun", "pbsdsh", "ssh", "bash")
 
 
 class Lead:
-    """Coordinates one attempt, in a thread beside the agent of the first node, if that is here."""
+    """Coordinates one attempt, in a thread next to the first node's agent if it is on this host."""
 
     nodes: Fleet
     server: RendezvousServer
 
-    def __init__(self, run_dir: RunDir, attempt: Attempt, signals: Signals) -> None:
+    def __init__(self, run_dir: RunDir, attempt: Attempt, signals: AgentSignals) -> None:
         self._run_dir = run_dir
         self._attempt = attempt
         self._signals = signals
         self._config: RunConfig = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
-        self._allocation: Allocation | None = None
+        self._allocation: JobAllocation | None = None
         self._job: QueuedRun | None = None
         self._placed: dict[str, subprocess.Popen[bytes]] = {}
         self._is_limit_known = False
         self._thread = threading.Thread(target=self._run, name="coordinator")
 
     def open(self) -> int | None:
-        """Find out the nodes, check them where that is asked for, and listen.
+        """Find out the nodes, check them if the run file asks for it, and listen.
 
-        Returns the exit code where there is nothing to coordinate. UserError: the nodes of the run
-        are not known.
+        Returns the exit code if there is nothing to coordinate. UserError: the nodes of the run
+        cannot be determined.
         """
         launcher = self._config.clusters[0].launcher
         if not isinstance(launcher, QueueSection | KubernetesLauncherConfig):
@@ -92,7 +92,7 @@ class Lead:
             if code is not None:
                 return code
             listener = self._open_port()
-        except UserError as error:  # nobody is at this process' terminal
+        except UserError as error:  # nobody sees the terminal of this process
             log_line(error.what)
             found = agent_error(error.what, error.fix, error.exit_code, id=error.id)
             end_failed(self._attempt, found)
@@ -124,7 +124,7 @@ class Lead:
         return None
 
     def start(self) -> None:
-        """Place the agents that this process has to place, and begin to coordinate."""
+        """Start the agents that this process is responsible for, and begin to coordinate."""
         if self._allocation is not None:
             words, log = ["--nodes-file", str(self._nodes_file)], self._attempt.path / "node-%n.log"
             for command in self._allocation.on_all_nodes(words, log):
@@ -148,7 +148,7 @@ class Lead:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                log_line(f"{name} ({process.pid}) has not ended; it is killed")
+                log_line(f"{name} ({process.pid}) did not exit; killing it")
                 process.kill()
         if self._allocation is not None:
             self._nodes_file.unlink(missing_ok=True)
@@ -157,14 +157,14 @@ class Lead:
         return int(self._coordinator.outcome["exit_code"])
 
     def _claim(self) -> None:
-        # Where a person types the command: of two that are typed at once, the second is refused.
+        # For commands typed by a person: of two commands at the same time, the second is refused.
         attempt, asked = self._attempt, self.nodes.resume_from
         with attempt.agent_log.open("ab") as log:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(log, fcntl.LOCK_EX)
-            what, fix = "has ended", "`isles train run.yaml` makes it ready once more"
+            what, fix = "has ended", "prepare it again with `isles train run.yaml`"
             if not attempt.outcome.exists():
-                what, fix = "is on its way already", f"isles status {typed_name(self._run_dir)}"
+                what, fix = "is running already", f"isles status {typed_name(self._run_dir)}"
             if attempt.outcome.exists() or attempt_state(self._run_dir, attempt).is_alive:
                 raise UserError(f"{self._run_dir.name} {what}", where=str(attempt.path), fix=fix)
             write_launch(
@@ -185,7 +185,7 @@ class Lead:
         match launcher:
             case SlurmLauncherConfig():
                 container = container_record(cluster, self._config, cluster.device)
-                allocation: Allocation = SlurmAllocation(
+                allocation: JobAllocation = SlurmAllocation(
                     launcher, self._attempt, inherited(), container
                 )
             case KubernetesLauncherConfig(pending_timeout=pending_s):
@@ -207,15 +207,15 @@ class Lead:
 
     @property
     def _nodes_file(self) -> Path:
-        # A name that no node has looked for before: NFS keeps old ones.
+        # A name that no node has looked up before: NFS caches old entries.
         assert self._allocation is not None
         return self._attempt.path / f"fleet-{self._allocation.key}.json"
 
-    def _nodes_of(self, allocation: Allocation) -> Fleet:
+    def _nodes_of(self, allocation: JobAllocation) -> Fleet:
         launch = read_record(self._attempt.launch) or {}
         cluster, nodes = self._config.clusters[0], allocation.nodes
         nproc = cluster.gpus_per_node
-        assert isinstance(nproc, int), "a rule asks for it"
+        assert isinstance(nproc, int), "a config rule guarantees it"
         places = [
             FleetNode(number, node.name, None, node.address, nproc)
             for number, node in enumerate(nodes)
@@ -237,8 +237,8 @@ class Lead:
             container=container_record(cluster, self._config, device),
         )
 
-    def _check(self, allocation: Allocation) -> int | None:
-        # Before the ranks: are the nodes, and the links between them, fit? The exit code if not.
+    def _check(self, allocation: JobAllocation) -> int | None:
+        # Check the nodes and their links before the ranks start. Returns the exit code on failure.
         first = self.nodes.first
         with _listen(self.nodes, _PORTS) as probe:
             at = f"{first.address}:{probe.getsockname()[1]}"
@@ -262,8 +262,11 @@ class Lead:
             return None
         worst, more = errors[0], f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         error = agent_error(
-            f"the nodes of {allocation.job} are not fit: {worst.get('text')}{more}",
-            str(worst.get("fix") or "see the check, or leave out launcher.check"),
+            f"the nodes of {allocation.job} failed the pre-job check: {worst.get('text')}{more}",
+            str(
+                worst.get("fix")
+                or "see the output of the check, or delete clusters.0.launcher.check"
+            ),
             ExitCode.PREFLIGHT,
             id=str(worst.get("id") or "machine"),
             where=f"{worst.get('where')}: {worst.get('id')}",
@@ -272,7 +275,7 @@ class Lead:
         return int(ExitCode.PREFLIGHT)
 
     def _open_port(self) -> socket.socket | None:
-        # The socket at which the agents find this process; None where there are no others.
+        # The socket at which the agents find this process; None if there are no other agents.
         nodes = self.nodes
         if len(nodes) == 1 and nodes.has_own_node:
             return None
@@ -301,7 +304,7 @@ class Lead:
                 self._miss_placed()
                 pause.wait(_LOOK_S)
             self._record(now=True)
-        except BaseException:  # the edge of a thread without which nothing goes on
+        except BaseException:  # the edge of a thread that the run depends on
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(ExitCode.TRAINING)
@@ -313,14 +316,14 @@ class Lead:
             self._live.write(places, self._coordinator.restart, now=now)
 
     def _take_signal(self) -> None:
-        # What a signal, or the clock, means to a process without ranks of its own.
+        # Handles signals and the time limit in a process without ranks.
         number, job = self._signals.received, self._job
         save_at = self._allocation.save_at() if self._allocation is not None else None
         is_late = save_at is not None and not self._is_limit_known and time.monotonic() > save_at
         if job is not None and (number == SIGUSR1 or is_late):
             self._signals.received = 0 if number == SIGUSR1 else number
             if not self._coordinator.is_over and not self._is_limit_known:
-                log_line("the time limit is near: asking the ranks to save")
+                log_line("the time limit is near; asking the ranks to save")
                 job.limit_is_near()
             self._is_limit_known = True
         elif number:
@@ -329,31 +332,31 @@ class Lead:
             self._coordinator.ask_to_stop(number)
 
     def _miss_placed(self) -> None:
-        # Agents that were placed from here and have ended before they came will not come.
+        # Agents that this process started, and that exited before they connected, will not connect.
         peers, placed = self.server.peers(), self._placed
         if self._coordinator.is_over or (peers and self._allocation is not None):
             return
-        # One process for each node, but in a job.
+        # One process per node, except in a job.
         missing = [name for n, name in enumerate(placed) if self._allocation or n not in peers]
         codes = {name: placed[name].poll() for name in missing}
         ended = [f"{name} ended with {code}" for name, code in codes.items() if code is not None]
         if not ended or (self.nodes.is_elastic and len(ended) < len(placed)):
             return
         last, id, code = "", "start.failed", ExitCode.TRAINING
-        fix = f"their last words are in {self._attempt.path}/node-*.log"
+        fix = f"see the end of {self._attempt.path}/node-*.log"
         for log in sorted(self._attempt.path.glob("node-*.log")):
             text = log.read_text(encoding="utf-8", errors="replace")
             lines = text.splitlines()[-20:]
             last = next((ln.strip() for ln in reversed(lines) if "error" in ln.lower()), last)
             if (found := explain(text, self.nodes.container)) is not None:
                 last, fix, id, code = found.what, found.fix, found.id, found.exit_code
-        what = f"agents have ended before the run began: {', '.join(ended)}"
+        what = f"agents exited before the run started: {', '.join(ended)}"
         what += f": {last}" if last else ""
         error = agent_error(what, fix, code, id=id, will_recur=True)
         self._coordinator.fail(error)
 
     def _files(self) -> dict[str, Any]:
-        # What a node that does not share the run directory gets from here.
+        # Files for a node that does not share the run directory.
         launch = read_record(self._attempt.launch) or {}
         attempts = self._run_dir.attempts()
         first = read_record(attempts[0].launch) or {} if attempts else {}
@@ -370,7 +373,7 @@ class Lead:
 
 
 def _listen(nodes: Fleet, num_ports: int) -> socket.socket:
-    # Two jobs that share a node begin at different ports, and go on to the next that is free.
+    # Two jobs that share a node start at different ports, and use the next free port.
     first = nodes.first
     for port in range(nodes.port, nodes.port + num_ports):
         try:
@@ -386,16 +389,18 @@ def _listen(nodes: Fleet, num_ports: int) -> socket.socket:
 
 def _cannot_listen(first: FleetNode, port: int, num_ports: int, error: OSError) -> UserError:
     what = f"cannot listen at {first.address}:{port}: {error.strerror}"
-    fix = "set clusters[0].network.port"
+    fix = "set clusters.0.network.port"
     if error.errno == errno.EADDRINUSE:
         more = f", and the {num_ports - 1} before it" if num_ports > 1 else ""
         what = f"the port {port} of {first.name} ({first.address}) is taken{more}"
-        fix = f"`ss -ltnp | grep {port}` there says by whom; set clusters[0].network.port"
+        fix = (
+            f"find the program with `ss -ltnp | grep {port}` there, or set clusters.0.network.port"
+        )
     elif error.errno == errno.EADDRNOTAVAIL:
-        what = f"{first.name} has no address {first.address}, at which the other nodes should "
-        what += "meet it"
-        fix = "`ip -brief address` there lists those it has; correct the first of launcher.hosts, "
-        fix += "or set clusters[0].network.interface"
+        what = f"{first.name} does not have the address {first.address}, which the other nodes "
+        what += "should connect to"
+        fix = "list its addresses with `ip -brief address` there; correct the first entry of "
+        fix += "clusters.0.launcher.hosts, or set clusters.0.network.interface"
     found = PreflightError(what, where=f"host {first.name}", fix=fix, id="port.taken")
     found.exit_code = ExitCode.COMMUNICATION
     return found
@@ -408,6 +413,6 @@ def _address_on(interface: str) -> str:
     raise PreflightError(
         f"{os.uname().nodename} has no IPv4 address on the interface {interface}",
         where="clusters.0.network.interface",
-        fix=f"it has: {', '.join(psutil.net_if_addrs())}",
+        fix=f"use one of its interfaces: {', '.join(psutil.net_if_addrs())}",
         id="net.interface",
     )

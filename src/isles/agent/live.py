@@ -1,4 +1,4 @@
-"""live.json of an attempt: the last samples of all nodes, for whoever watches the run."""
+"""live.json of an attempt: the last samples of all nodes, for commands that watch the run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from isles.run.records import write_text_atomic
 
 _EVERY_S = 2.0
 _NOTHING: dict[str, Any] = {"at": None, "host": {}, "gpus": [], "sums": {}, "ranks": {}}
-"""Of a node that has sent no sample yet."""
+"""Sample of a node that has sent no sample yet."""
 
 
 class LiveRecord:
-    """Writes live.json. Everything that can go wrong there costs the record, and no run."""
+    """Writes live.json. An error costs only the record, never the run."""
 
     def __init__(self, attempt: Attempt, nodes: Fleet, server: RendezvousServer) -> None:
         self._attempt = attempt
@@ -28,11 +28,12 @@ class LiveRecord:
         self._has_failed = False
 
     def write(self, places: dict[int, tuple[int, int]], restart: int, *, now: bool = False) -> None:
-        """Write the record where the last one is two seconds old, or `now`.
+        """Write the record if the last one is two seconds old, or `now`.
 
         Args:
             places: first rank and number of ranks of the nodes that train.
-            restart: the present one of the ranks.
+            restart: number of the current restart of the ranks.
+            now: whether to write in any case.
         """
         if not now and time.monotonic() - self._written_at < _EVERY_S:
             return
@@ -47,8 +48,8 @@ class LiveRecord:
             write_text_atomic(self._attempt.live, text, durable=False)
             self._has_failed = False
         except OSError:
-            pass  # a full disk, a directory that is gone: the run itself finds that out
-        except Exception as error:  # an agent that sends something odd must not end the run
+            pass  # a full disk or a deleted directory: the run itself detects that
+        except Exception as error:  # an agent that sends invalid data must not end the run
             if not self._has_failed:
                 log_line(f"{self._attempt.live.name} could not be written: {error!r:.200}")
             self._has_failed = True

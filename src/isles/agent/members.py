@@ -32,13 +32,13 @@ class Members:
         self._all = all_nodes
         self._server = server
         self._agents: dict[int, str] = {}
-        self.restart = current_restart(attempt)  # a job that was queued again goes on counting
+        self.restart = current_restart(attempt)  # a job that was queued again continues the count
         self.ranks: dict[int, tuple[int, int]] = {}
-        """First rank and number of ranks of each."""
+        """First rank and number of ranks of each member."""
 
     @property
     def nodes(self) -> list[int]:
-        """Their numbers, in the order of their ranks; none before the first start."""
+        """Numbers of the members, in the order of their ranks; empty before the first start."""
         return sorted(self._agents)
 
     @property
@@ -46,7 +46,7 @@ class Members:
         return sum(count for _, count in self.ranks.values())
 
     def begin(self, nodes: list[int]) -> None:
-        """Make these the members, for one more start of the ranks."""
+        """Make these nodes the members, for another start of the ranks."""
         self.restart += bool(self._agents)
         peers = self._server.peers()
         self._agents = {node: peers[node].agent for node in nodes}
@@ -56,7 +56,8 @@ class Members:
             first += self._all[node].nproc
 
     def connections(self) -> dict[int, NodeConnection]:
-        """Those that are not lost, by node; an agent that came later is not the one that began."""
+        """Connections of members that are not lost, by node. A node with a new agent does not
+        count."""
         peers = self._server.peers()
         return {
             node: peer
@@ -74,7 +75,7 @@ class Members:
         return [node for node in self._agents if node not in connected]
 
     def newcomers(self) -> list[int]:
-        """Nodes that are connected, no members, and ready to start ranks at once."""
+        """Nodes that are connected, not members, and ready to start ranks immediately."""
         peers = self._server.peers()
         others = (node for node in self._server.connected() if node not in self._agents)
         return [node for node in others if peers[node].report.get("state") == "idle"]
@@ -89,7 +90,7 @@ class Members:
         return [p for p in self.connections().values() if p.report.get("state") != "idle"]
 
     def is_anybody_quiet(self) -> bool:
-        """Whether a member may be lost, and it is too early to tell."""
+        """Whether a member is silent, but not yet long enough to be declared lost."""
         peers = self.connections().values()
         return any(peer.wire is None or peer.last_seen.seconds > _QUIET_S for peer in peers)
 
@@ -97,28 +98,31 @@ class Members:
         return ", ".join(self._server.label(node) for node in nodes)
 
     def missing(self, connected: list[int]) -> str:
-        """The nodes that are not connected, in messages."""
+        """The nodes that are not connected, for messages."""
         return self.labels(n.node for n in self._all if n.node not in connected)
 
     def lost_error(self, node: int) -> ErrorRecord:
         peer, place = self._server.peers().get(node), self._server.place(node)
-        why = (peer.lost if peer is not None else "") or "it is gone"
+        why = (peer.lost if peer is not None else "") or "it is disconnected"
         fix = (
-            f"see whether {place.name} is switched on and its network is up, and the last words "
-            f"of its agent there: attempts/{self._attempt.path.name}/node-{node}.log"
+            f"check that {place.name} is switched on and its network is up, and read the end of "
+            f"its agent's log there: attempts/{self._attempt.path.name}/node-{node}.log"
         )
         found = agent_error(f"{self._server.label(node)} is lost: {why}", fix, id="host.lost")
         return {**found, "host": place.name, "where": f"host {place.name}"}
 
     def changed(self, now: Iterable[int]) -> Restart:
-        """Record that the ranks start again because nodes have come or gone; `now`: who goes on."""
+        """Record that the ranks restart because nodes have joined or left; `now`: the new
+        members."""
         before, after, connected = set(self._agents), set(now), self.connections()
-        # A node that was lost and is back already is another one: it has nothing of the old ranks.
+        # A node that was lost and has already rejoined counts as new: its old ranks are gone.
         gone = sorted({*(before - after), *(n for n in before & after if n not in connected)})
         come = sorted(after - before)
         words = [f"{self.labels(gone)} {'is' if len(gone) == 1 else 'are'} gone"] if gone else []
-        words += [f"{self.labels(come)} {'has' if len(come) == 1 else 'have'} come"] if come else []
-        why = " and ".join(words) or "the nodes have met again"
+        words += (
+            [f"{self.labels(come)} {'has' if len(come) == 1 else 'have'} joined"] if come else []
+        )
+        why = " and ".join(words) or "the nodes have reconnected"
         number, limit = self.restart + 1, self._max_restarts
         return record_restart(
             self._run_dir, self._attempt, number, why, max_restarts=limit, is_planned=not gone

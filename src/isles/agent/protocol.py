@@ -1,17 +1,17 @@
-"""Protocol of the coordinator and the agents: lines of JSON over TCP, both ways.
+"""Protocol between the coordinator and the agents: lines of JSON over TCP, in both directions.
 
-Each end proves that it knows the token of the attempt, which itself is never sent: the answer to a
-random challenge is its HMAC-SHA256 with the token as key.
+Each end proves that it knows the token of the attempt, which is never sent. The answer to a random
+challenge is its HMAC-SHA256 with the token as key.
 
     coordinator  {"challenge": C}
     agent        {"hello": {...} or "fetch": true, "proof": of C, "challenge": D}
     coordinator  {"welcome": true or "files": {...}, "proof": of D}, or {"refused": {...}}
-    coordinator  {"command": {...}}                     whenever it changes, and each second
+    coordinator  {"command": {...}}                     on each change, and every second
     agent        {"report": {...}, "clock": T, "bye": is leaving}                   the same
 
-A message holds the whole state of its sender, so that a connection that was cut loses nothing. The
-times below are those of both ends, so that both come to the same end: a node that the coordinator
-takes for lost has ended its ranks by itself.
+A message contains the whole state of its sender, so a broken connection loses nothing. Both ends
+use the times below, so both come to the same decision: a node that the coordinator declares lost
+has already ended its ranks by itself.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from isles.facts.units import printable
 
 HEARTBEAT_EVERY_S = 1.0
 RECONNECT_AFTER_S = 4.0
-"""An agent that has received nothing for so long opens a new connection in place of the old one."""
+"""Seconds without a message after which an agent opens a new connection."""
 LOST_AFTER_S = 20.0
-"""A node that has sent nothing for so long is lost: switched off, or its network is cut. A cut or a
-freeze that is shorter costs nothing but its own time."""
+"""Seconds without a message after which a node is lost: switched off, or without network. A shorter
+interruption costs nothing but its own time."""
 GONE_AFTER_S = 4.0
-"""A process that has closed its connection, and does not come back for so long, has ended."""
+"""Seconds after a closed connection without a new one, after which the process counts as ended."""
 HELLO_S = 10.0
 """Longest wait for the first message on a new connection."""
 END_GRACE_S = 5.0
-"""What is left of a rank so long after it was asked to end is killed."""
+"""Seconds between asking a rank to end and killing it."""
 WAITING_EVERY_S = 5.0
-"""How often a wait for other nodes is logged."""
+"""Interval of log lines about a wait for other nodes."""
 CLOSING_S = 60.0
-"""How long agents may take to end once the run has its outcome."""
+"""Longest time for agents to exit after the run has its outcome."""
 GREETING_BYTES = 64 * 2**10
-"""The longest first message of an agent, which is not authenticated yet."""
+"""Longest first message of an agent, which is not authenticated yet."""
 
-_MUTE = "somebody there takes the connection, and says nothing"
-"""Another program does, and a coordinator that is frozen for a while: no reason to give up."""
+_MUTE = "a program there accepts the connection but sends nothing"
+"""Another program does this, and also a coordinator that is frozen for a while: keep trying."""
 
 _SEND_S = 5.0
 _LONGEST_BYTES = 64 * 2**20
@@ -59,14 +59,14 @@ _LONGEST_WORDS = 600
 
 
 class ProtocolError(ValueError):
-    """The other end does not speak this protocol."""
+    """The other end does not follow this protocol."""
 
 
 class LastSeen:
-    """Seconds since the last message, as this process has lived through them.
+    """Seconds since the last message, counted only while this process was running.
 
-    A process that was frozen for a minute has received nothing in that minute, and must not take it
-    for a silence of the other end: a long gap between two looks counts as a short one.
+    A process that was frozen for a minute received nothing in that minute; this is not silence of
+    the other end. So a long gap between two looks counts as a short gap.
     """
 
     _LONGEST_GAP_S = 5.0
@@ -79,14 +79,14 @@ class LastSeen:
         self.seconds = 0.0
 
     def look(self, now_s: float) -> float:
-        """Seconds up to now."""
+        """Seconds since the last message, until now."""
         self.seconds += min(now_s - self._looked_at, self._LONGEST_GAP_S)
         self._looked_at = now_s
         return self.seconds
 
 
 class Wire:
-    """One connection; any thread may send, one receives."""
+    """One connection; any thread may send, one thread receives."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(_SEND_S)
@@ -99,7 +99,7 @@ class Wire:
         """Send a message.
 
         Raises:
-            OSError: the other end is gone, or has taken nothing for seconds.
+            OSError: the other end has closed the connection, or has accepted no data for seconds.
         """
         line = json.dumps(message, default=str).encode() + b"\n"
         with self._lock:
@@ -108,20 +108,21 @@ class Wire:
     def receive(
         self, timeout_s: float, longest_bytes: int = _LONGEST_BYTES
     ) -> dict[str, Any] | None:
-        """The next message; None where it has not come in time, with all its bytes.
+        """The next message; None if it has not arrived completely in time.
 
         Args:
-            timeout_s: longest wait; what has come by then is kept for the next call.
+            timeout_s: longest wait; an incomplete message is kept for the next call.
+            longest_bytes: longest message.
 
         Raises:
             OSError: the other end has closed the connection.
-            ProtocolError: what came is no message of isles.
+            ProtocolError: the data is not a message of isles.
         """
         end = time.monotonic() + timeout_s
         line, found, rest = self._read.partition(b"\n")
         while not found:
             if len(line) > longest_bytes:
-                raise ProtocolError("a line without an end")
+                raise ProtocolError("a line without a line break")
             self._read = line
             left_s = end - time.monotonic()
             if left_s < 0 or not self._has_more(left_s):
@@ -151,7 +152,7 @@ class Wire:
         try:
             return bool(wait([self._connection], timeout_s))
         except ValueError:
-            raise ConnectionResetError("the connection was closed here") from None
+            raise ConnectionResetError("this end closed the connection") from None
 
 
 def new_challenge() -> str:
@@ -187,7 +188,7 @@ def authenticate(wire: Wire, message: dict[str, Any], token: str, timeout_s: flo
     if challenge is None:
         raise TimeoutError(_MUTE)
     if "challenge" not in challenge:
-        raise ProtocolError(f"it says {challenge!r:.200}")
+        raise ProtocolError(f"it sent {challenge!r:.200}")
     mine = new_challenge()
     given = proof(token, str(challenge["challenge"]), "agent")
     wire.send({**message, "proof": given, "challenge": mine})
@@ -197,15 +198,15 @@ def authenticate(wire: Wire, message: dict[str, Any], token: str, timeout_s: flo
     if "refused" in answer:
         raise refusal(answer["refused"])
     if not is_proof(answer.get("proof"), token, mine, "coordinator"):
-        raise ProtocolError("it does not know the token of this start of the run")
+        raise ProtocolError("it does not know the token of this attempt")
     return answer
 
 
 def refusal(refused: Any) -> UserError:
-    """The error that a coordinator has sent to a node which it does not take in.
+    """The error that a coordinator sent to a node that it refuses.
 
     Raises:
-        ProtocolError: what came is none.
+        ProtocolError: the data is not an error record.
     """
     try:
         what, where, fix = (
@@ -214,7 +215,7 @@ def refusal(refused: Any) -> UserError:
         error: UserError = PreflightError(what, where=where, fix=fix, id=str(refused.get("id", "")))
         error.exit_code = ExitCode(int(refused["exit_code"]))
     except (KeyError, TypeError, ValueError):
-        raise ProtocolError(f"it says {refused!r:.200}") from None
+        raise ProtocolError(f"it sent {refused!r:.200}") from None
     return error
 
 

@@ -1,4 +1,5 @@
-"""The job of a run in a queue: what the end of its ranks means, and whether it is queued again."""
+"""The job of a run in a queue: the meaning of the end of its ranks, and whether to requeue
+the job."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from isles.config.sections.cluster import QueueSection
 from isles.config.sections.kubernetes import KubernetesLauncherConfig
 from isles.config.sections.run import RunConfig
 from isles.errors import ExitCode, UserError
-from isles.launch.queue.job import LOST, Allocation, claim
+from isles.launch.queue.job import LOST, JobAllocation, claim
 from isles.run.outcome import agent_error, end, end_failed
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import clear_errors, read_record, write_record
@@ -24,12 +25,12 @@ from isles.run.restarts import (
 from isles.run.stop import read_stop_request
 
 _LIMIT, _TAKEN, _SCRIPT = 1, 10, 20
-"""How often in a row a job may be queued again without coming further: after its time limit, after
-its nodes were taken from it, and where a script of the user's own does not say how far it is."""
+"""Number of consecutive requeues without progress: after the time limit, after the nodes were taken
+away, and if the user's own script does not report its progress."""
 
 
 class QueuedRun:
-    """A run in the job of a queue; only the coordinator has one.
+    """A run in the job of a queue; used only by the coordinator.
 
     Args:
         run_dir, attempt: the run, on a disk that all nodes share.
@@ -37,7 +38,7 @@ class QueuedRun:
     """
 
     def __init__(
-        self, run_dir: RunDir, attempt: Attempt, config: RunConfig, allocation: Allocation
+        self, run_dir: RunDir, attempt: Attempt, config: RunConfig, allocation: JobAllocation
     ) -> None:
         launcher = config.clusters[0].launcher
         assert isinstance(launcher, QueueSection | KubernetesLauncherConfig)
@@ -48,18 +49,18 @@ class QueuedRun:
         self._is_of_queue = isinstance(launcher, QueueSection)
         self._may_requeue = not isinstance(launcher, QueueSection) or launcher.requeue
         self.brings_back = allocation.brings_back
-        """Whether a node that is lost is replaced while the others stay."""
+        """Whether a lost node is replaced while the others stay."""
         self._is_script = config.training.script is not None
         self.is_terminated = False
-        """Whether the job was told to end: by its user, or for a job that comes first."""
+        """Whether the job was told to end: by its user, or by the queue for a job with priority."""
         self.is_requeued = False
-        """Whether the job is to be queued again once all agents have ended."""
+        """Whether to requeue the job when all agents have exited."""
 
     def begin(self) -> int | None:
-        """Called as the job begins, perhaps not for the first time.
+        """Called at the start of the job, which may have run before.
 
         Returns:
-            The exit code where no ranks are to be started.
+            The exit code if no ranks must be started.
         """
         attempt = self._attempt
         outcome = read_record(attempt.outcome)
@@ -67,7 +68,8 @@ class QueuedRun:
             return int(outcome["exit_code"])
         if self._is_of_queue and (holder := self._other_job()):
             log_line(
-                f"{self._allocation.job} ends: this run is {holder}; isles train starts it anew"
+                f"{self._allocation.job} ends because this run is {holder}; restart it with "
+                "`isles train`"
             )
             return int(ExitCode.USER)
         if self._user_stop() is not None:
@@ -77,18 +79,18 @@ class QueuedRun:
         if outcome is not None or int(last.get("restart", -1)) == current_restart(attempt):
             if not self._go_on(f"{self._allocation.job} was taken off its nodes", _TAKEN):
                 return int(ExitCode.TRAINING)
-            self.is_requeued = False  # it runs already
+            self.is_requeued = False  # it is running already
         return None
 
     def _other_job(self) -> str:
-        # Whose this attempt is, if it is not this job's. The number of a job of PBS may stand
-        # before another name of its server.
+        # Owner of this attempt, if it is not this job. The number of a PBS job may precede another
+        # name of its server.
         own = self._allocation.job_id
         submitted = str((read_record(self._attempt.launch) or {}).get("job_id") or "")
         with clear_errors(self._attempt.path):
             holder = claim(self._attempt, own, submitted=submitted)
         if holder == LOST:
-            return "given up, as its submission was not answered"
+            return "given up, because its submission was not answered"
         is_own = holder.partition(".")[0] == own.partition(".")[0]
         return "" if is_own else f"job {holder}'s"
 
@@ -101,7 +103,7 @@ class QueuedRun:
         write_record(self._attempt.stop_request, request)
 
     def stopped(self) -> None:
-        """All ranks have ended: decide whether the job goes on later, or is over."""
+        """Decide, after all ranks have ended, whether the job continues later or is over."""
         if self.is_requeued:
             return
         if (why := self._reason_to_go_on()) is None:
@@ -110,15 +112,15 @@ class QueuedRun:
             self._go_on(*why)
 
     def lost(self, why: str) -> bool:
-        """Go on with other nodes after one was lost; False where the job is not queued again."""
+        """Continue with other nodes after a node was lost; False if the job is not requeued."""
         return self._may_requeue and not self.is_terminated and self._go_on(why, _TAKEN)
 
     def stop(self) -> None:
-        """Record the stop. The run goes on if the queue itself starts this job again."""
+        """Record the stop. The run continues if the queue itself restarts this job."""
         attempt = self._attempt
         record = read_record(attempt.stopped) or {}
         saved = newest_step(self._run_dir)
-        if self._is_script:  # it saves by itself, and has recorded how it ended
+        if self._is_script:  # it saves by itself, and has recorded its end
             kept = str(record.get("reason") or "").removeprefix("asked to stop; ")
         else:
             kept = (
@@ -129,13 +131,13 @@ class QueuedRun:
         attempt.outcome.unlink(missing_ok=True)
         reason = f"{by}; {kept}" if kept else by
         step = record.get("step", saved)
-        # What its user has stopped stays so, also where a signal came with the request.
+        # A stop by the user is final, even if a signal came with the request.
         may_go_on = self.is_terminated and self._user_stop() is None
         end(attempt, "stopped", code, reason, step=step, may_go_on=may_go_on)
         attempt.stopped.unlink(missing_ok=True)
 
     def queue_again(self) -> int:
-        """Queue the job again, once all agents have ended; the exit code of this process."""
+        """Requeue the job after all agents have exited; returns the exit code of this process."""
         job = self._allocation.job
         try:
             sys.stderr.write(f"{time.strftime('%F %T')} {self._allocation.queue_again()}\n")
@@ -149,14 +151,14 @@ class QueuedRun:
         return 0
 
     def _user_stop(self) -> int | None:
-        # Exit code of a stop that a user has asked for.
+        # Exit code of a stop that a user requested.
         request = read_stop_request(self._attempt)
         if request is None or (read_record(self._attempt.stop_request) or {}).get("requeue"):
             return None
         return int(ExitCode.REQUEUE if request.kind == "save" else ExitCode.INTERRUPTED)
 
     def _reason_to_go_on(self) -> tuple[str, int] | None:
-        # Why the job is to be queued again, and how often that may be in vain.
+        # Reason to requeue the job, and the number of times that this may bring no progress.
         job, request = self._allocation.job, read_record(self._attempt.stop_request) or {}
         if self.is_terminated or not self._may_requeue:
             return None
@@ -172,7 +174,8 @@ class QueuedRun:
         return None
 
     def _go_on(self, why: str, most: int) -> bool:
-        # Record that the ranks go on later; False, with the outcome, where that is in vain.
+        # Record that the run continues later; False, and an outcome, if that would bring no
+        # progress.
         attempt, restart = self._attempt, current_restart(self._attempt)
         times = self._times_in_vain(restart)
         is_in_vain = times >= (_SCRIPT if self._is_script else most)
@@ -192,7 +195,7 @@ class QueuedRun:
                 world_size=int((read_record(attempt.launch) or {}).get("world_size", 1)),
             )
             attempt.outcome.unlink(missing_ok=True)
-            # A stop that a user has asked for meanwhile stays: `begin` heeds it.
+            # A stop that a user requested in the meantime stays: `begin` obeys it.
             if (read_record(attempt.stop_request) or {}).get("requeue"):
                 attempt.stop_request.unlink(missing_ok=True)
         attempt.stopped.unlink(missing_ok=True)
@@ -200,8 +203,8 @@ class QueuedRun:
         return self.is_requeued
 
     def _times_in_vain(self, restart: int) -> int:
-        # How often in a row, until now, the job was queued again and then came no further. A
-        # trainer comes further when it saves, a script of the user's own when it reports a step.
+        # Number of consecutive requeues, up to now, without progress. A trainer makes progress
+        # when it saves, a user's own script when it reports a step.
         if self._is_script:
             now, marks = read_last_step(self._attempt, restart), "reached"
         else:
@@ -214,20 +217,20 @@ class QueuedRun:
         return times
 
     def _in_vain(self, why: str, times: int, *, is_limit: bool) -> tuple[str, str]:
-        # What is wrong, and how to fix it.
-        step, no_further = newest_step(self._run_dir) or 0, "and it has come no further in"
+        # The problem, and its fix.
+        step, no_further = newest_step(self._run_dir) or 0, "and it has made no progress in"
         if self._is_script:
             return (
                 f"{why}, {no_further} {times + 1} starts",
-                "let the script tell its steps (isles.report), so that it is seen to come further",
+                "report steps from the script with isles.report, so that isles sees its progress",
             )
         if is_limit:
             return (
-                f"the time limit leaves no time for a single step: {self._allocation.job} began "
+                f"the time limit is too short for a single step: {self._allocation.job} started "
                 f"and ended at step {step}",
-                "raise clusters[0].launcher.time, or lower clusters[0].launcher.save_before",
+                "raise clusters.0.launcher.time, or lower clusters.0.launcher.save_before",
             )
         return (
-            f"{why}, {no_further} {times + 1} starts: the last step that was saved is {step}",
-            "save more often (checkpoint.every_minutes), or ask for nodes that are not taken away",
+            f"{why}, {no_further} {times + 1} starts: the last saved step is {step}",
+            "save more often (checkpoint.every_minutes), or request nodes without preemption",
         )

@@ -1,6 +1,6 @@
 """Server of the coordinator: authenticates agents, receives reports, sends commands.
 
-The agent in the coordinator's own process, if there is one, has a `LocalLink` in place of a socket.
+The agent in the coordinator's own process, if there is one, uses a `LocalLink` instead of a socket.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from isles.run.records import write_record
 from isles.run.unauthenticated import Unauthenticated
 
 _SHOWN = 8
-"""Digits of a digest in messages."""
+"""Number of digits of a digest in messages."""
 
 _LONGEST = 400
 _PAUSE_S = 0.2
 
 _LINES = 50
-"""Limit of lines about connections that were refused."""
+"""Maximum number of log lines about refused connections."""
 
 _RECORD_EVERY_S = 5.0
 
 
 class LocalLink:
-    """Connection of the coordinator to the agent in its own process, for both of them.
+    """Connection between the coordinator and the agent in its own process, for both of them.
 
-    To the coordinator it is a `Wire`, to the agent a `Connection` that never breaks.
+    The coordinator uses it as a `Wire`, the agent as a `Connection` that never breaks.
     """
 
     state = "connected"
@@ -75,22 +75,22 @@ class LocalLink:
         self.peer.is_done = True
 
     def reconnect(self) -> None:
-        """As of `Connection`; never called."""
+        """Part of the interface of `Connection`; never called."""
 
     def close(self) -> None:
-        """As of `Wire`."""
+        """Close the link; part of the interface of `Wire`."""
 
 
 @dataclass(slots=True)
 class NodeConnection:
-    """An agent that has authenticated itself.
+    """An authenticated agent.
 
     Args:
-        agent: random id that this agent has chosen: another agent of the same node has another.
+        agent: random id that this agent has chosen; another agent of the same node has another id.
         last_seen: seconds since its last message.
         wire: the connection; None while it is broken.
-        store: port of the agent's store, at which ranks can meet; 0: it has none.
-        address: at which the other nodes reach it; empty: as the run says.
+        store: port of the agent's store, which ranks can use to rendezvous; 0: it has none.
+        address: address at which the other nodes reach it; empty: as in the run file.
     """
 
     node: int
@@ -102,9 +102,9 @@ class NodeConnection:
     address: str = ""
     report: dict[str, Any] = field(default_factory=dict)
     lost: str = ""
-    """Why it is taken for lost; empty while it is not."""
+    """Why it was declared lost; empty if it was not."""
     is_done: bool = False
-    """Whether its agent has ended in good order."""
+    """Whether its agent has exited normally."""
     skew_s: float = 0.0
     """Its clock minus the clock of this host."""
     sent: dict[str, Any] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class NodeConnection:
 
 
 class Refusal(PreflightError):
-    """Why an agent cannot be taken in; `ends_run`: the run cannot begin without it."""
+    """Reason to refuse an agent; `ends_run`: the run cannot start without this agent."""
 
     def __init__(self, what: str, fix: str, *, ends_run: bool = False) -> None:
         super().__init__(printable(what, keep="", longest=_LONGEST), fix=fix, id="start.refused")
@@ -129,15 +129,15 @@ class Refusal(PreflightError):
 
 
 class RendezvousServer:
-    """Takes in the agents of one attempt and receives their reports.
+    """Accepts the agents of one attempt and receives their reports.
 
     Args:
         listener: a socket that listens; None: all nodes are in this process.
         nodes: all nodes of the attempt; an agent must have the same digest of resolved.yaml.
-        run, attempt: name of the run, and number of this start of it.
-        versions: of isles and torch here, which must be the same on all nodes.
+        run, attempt: name of the run, and number of this attempt.
+        versions: versions of isles and torch on this host, which must be equal on all nodes.
         files: the run's files by name, for a node that does not share the run directory.
-        clock: seconds that only ever grow, for the coordinator as well.
+        clock: monotonic seconds, also used by the coordinator.
     """
 
     def __init__(
@@ -153,9 +153,9 @@ class RendezvousServer:
     ) -> None:
         self.clock = clock
         self.refused: Refusal | None = None
-        """The last one."""
+        """The last refusal."""
         self.fatal: Refusal | None = None
-        """That of a node without which the run cannot begin."""
+        """Refusal of a node that the run cannot start without."""
         self._listener = listener
         self._nodes = nodes
         self._run, self._attempt, self._versions, self._token = run, attempt, versions, token
@@ -177,12 +177,12 @@ class RendezvousServer:
         return link
 
     def peers(self) -> dict[int, NodeConnection]:
-        """All agents that have ever come, by node; also those that are lost."""
+        """All agents that have ever connected, by node; lost agents too."""
         with self._lock:
             return dict(self._peers)
 
     def connected(self) -> list[int]:
-        """Numbers of the nodes that have come and are not lost."""
+        """Numbers of the nodes that have connected and are not lost."""
         return sorted(node for node, peer in self.peers().items() if not peer.lost)
 
     def label(self, node: int) -> str:
@@ -192,25 +192,25 @@ class RendezvousServer:
         return self.place(node).label
 
     def place(self, node: int) -> FleetNode:
-        """A node, at the host where its agent is, or was last."""
+        """A node, with the host of its current or last agent."""
         known, peer = self._nodes[node], self.peers().get(node)
         if peer is None or peer.address in ("", known.address):
             return known
         return replace(known, name=peer.process.host, address=peer.address)
 
     def look(self, now_s: float) -> None:
-        """Take for lost whoever has sent nothing for too long."""
+        """Declare nodes lost that have sent nothing for too long."""
         for peer in self.peers().values():
             silent_s = peer.last_seen.look(now_s)
             if peer.lost or peer.is_done or isinstance(peer.wire, LocalLink):
                 continue
             if peer.wire is None and silent_s > GONE_AFTER_S:
-                self.drop(peer, "its agent has ended without a word")
+                self.drop(peer, "its agent exited without notice")
             elif silent_s > LOST_AFTER_S:
-                self.drop(peer, f"it has not been heard of for {silent_s:.0f} s")
+                self.drop(peer, f"no message from it for {silent_s:.0f} s")
 
     def drop(self, peer: NodeConnection, why: str) -> None:
-        """Take a node for lost; its agent finds out where it still runs, and ends."""
+        """Declare a node lost; if its agent is still running, the agent notices and exits."""
         with self._lock:
             peer.lost = why
             self._dropped.add(peer.agent)
@@ -218,9 +218,9 @@ class RendezvousServer:
         self._disconnect(peer, peer.wire)
 
     def command(self, node: int, command: dict[str, Any], now_s: float) -> None:
-        """Send a node its command where it is new, and again as a heartbeat."""
+        """Send a node its command if the command is new, and again as a heartbeat."""
         peer = self.peers().get(node)
-        # Read once: the thread that receives from this node may take it away at any time.
+        # Read once: the thread that receives from this node may remove it at any time.
         wire = peer.wire if peer is not None else None
         if peer is None or wire is None:
             return
@@ -234,7 +234,7 @@ class RendezvousServer:
         peer.sent, peer.sent_at = command, now_s
 
     def close(self) -> None:
-        """Stop to listen, and end all connections."""
+        """Stop listening, and close all connections."""
         self._is_closed.set()
         if self._listener is not None:
             with suppress(OSError):
@@ -248,7 +248,7 @@ class RendezvousServer:
         while not self._is_closed.is_set():
             try:
                 connection, (address, *_) = self._listener.accept()
-            except OSError:  # closed, or for a moment this process has too many open files
+            except OSError:  # closed, or this process has too many open files for a moment
                 self._is_closed.wait(_PAUSE_S)
                 continue
             threading.Thread(target=self._serve, args=(connection, address), daemon=True).start()
@@ -264,9 +264,10 @@ class RendezvousServer:
                 return
             if not is_proof(first.get("proof"), self._token, challenge, "agent"):
                 raise Refusal(
-                    f"an agent at {address} does not know the token of this start of the run",
-                    "start the agent with the token that `isles train` has printed or placed; of a "
-                    "run that is running another start is refused: isles status, isles stop",
+                    f"an agent at {address} does not know the token of this attempt",
+                    "start the agent with the token that `isles train` has printed or placed. If "
+                    "the run is running already, isles refuses a second attempt; see isles status "
+                    "and isles stop",
                 )
             mine = {"proof": proof(self._token, str(first["challenge"]), "coordinator")}
             if "fetch" in first:
@@ -282,15 +283,15 @@ class RendezvousServer:
             with suppress(OSError):
                 wire.send({"refused": {**record, "exit_code": int(refusal.exit_code)}})
         except OSError:
-            pass  # it has gone, or tries every port
+            pass  # it has closed the connection, or it is a port scan
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            self._log(f"{address} has sent what no node sends: {error!r:.200}")
+            self._log(f"{address} sent an invalid message: {error!r:.200}")
         finally:
             self._unauthenticated.forget(wire)
             wire.close()
 
     def _log(self, line: str) -> None:
-        # A line that may hold text of an unknown connection; so many, and no more.
+        # A line that may contain text of an unknown connection, up to a maximum number of lines.
         self._num_lines += 1
         if self._num_lines <= _LINES:
             log_line(printable(line, keep="", longest=_LONGEST))
@@ -302,7 +303,7 @@ class RendezvousServer:
                 if peer.wire is not wire:
                     return
                 if message is None:
-                    continue  # `look` decides how long a silence may last
+                    continue  # `look` decides how long a node may be silent
                 peer.last_seen.reset()
                 report = message["report"]
                 if not isinstance(report, dict):
@@ -310,7 +311,7 @@ class RendezvousServer:
                 skew_s = time.time() - float(message.get("clock", time.time()))
                 peer.skew_s = -skew_s
                 for error in (report.get("root_cause"), *report.get("errors", ())):
-                    if error:  # by the clock of this host, like those of all nodes
+                    if error:  # convert to the clock of this host, as for all nodes
                         error["at"] = float(error["at"]) + skew_s
                 peer.report = report
                 if message.get("bye"):
@@ -326,7 +327,7 @@ class RendezvousServer:
         with self._lock:
             if peer.wire is wire:
                 peer.wire = None
-                # A process that has ended closes its connection: its silence begins here.
+                # A process that exits closes its connection; its silence starts now.
                 peer.last_seen.reset()
 
     def _take_in(self, hello: dict[str, Any], wire: Wire, proof: dict[str, str]) -> NodeConnection:
@@ -337,22 +338,22 @@ class RendezvousServer:
         agent, node = str(hello["agent"]), int(hello["node"])
         with self._lock:
             if agent in self._dropped:
-                raise Refusal("this node was taken for lost", "it can join again as a new one")
+                raise Refusal("this node was declared lost", "it can rejoin as a new node")
             peer = self._peers.get(node)
             if peer is not None and peer.agent != agent and not peer.lost:
                 if peer.wire is not None:
                     raise Refusal(
-                        f"node {node} is there already: {peer.process.host}, process "
+                        f"node {node} is connected already: {peer.process.host}, process "
                         f"{peer.process.pid}",
-                        "start each node once, each with its own number",
+                        "start each node once, with its own number",
                     )
-                peer.lost = "another agent has taken its place"
+                peer.lost = "another agent has replaced it"
             if peer is None or peer.agent != agent:
                 store = int(hello.get("store", 0))
                 peer = NodeConnection(node, agent, process, LastSeen(self.clock()), None, store)
                 peer.address = str(hello.get("address", ""))
                 self._peers[node] = peer
-            # Before anybody can send a command here: the agent expects this message first.
+            # Before any command can be sent: the agent expects this message first.
             wire.send({"welcome": True, **proof})
             old, peer.wire, peer.sent = peer.wire, wire, {}
             peer.last_seen.reset()
@@ -364,32 +365,33 @@ class RendezvousServer:
         nodes, node, digest = self._nodes, int(hello["node"]), str(hello["digest"])
         if (hello["run"], hello["attempt"]) != (self._run, self._attempt):
             raise Refusal(
-                f"here meets {self._run}, start {self._attempt}, and not {hello['run']}, start "
-                f"{hello['attempt']}",
-                "another run has this port: stop it, or set clusters[0].network.port",
+                f"this coordinator runs {self._run}, attempt {self._attempt}, not {hello['run']}, "
+                f"attempt {hello['attempt']}",
+                "another run uses this port: stop it, or set clusters.0.network.port",
             )
         if digest != nodes.digest:
             raise Refusal(
-                f"another run file: its digest begins with {digest[:_SHOWN]}, here with "
-                f"{nodes.digest[:_SHOWN]}",
+                f"the run file differs: its digest begins with {digest[:_SHOWN]}, the "
+                f"coordinator's with {nodes.digest[:_SHOWN]}",
                 "start all nodes from the same run",
             )
         if not 0 <= node < len(nodes):
-            fix = f"the nodes have the numbers 0 to {len(nodes) - 1}"
-            raise Refusal(f"there is no node {node}", fix)
+            fix = f"use a number from 0 to {len(nodes) - 1}"
+            raise Refusal(f"node {node} does not exist", fix)
         for package, version in self._versions.items():
             other = hello["versions"].get(package, "no version")
             if other != version:
                 python = printable(str(hello.get("python", "its Python")), longest=_LONGEST)
                 raise Refusal(
                     f"{nodes[node].label} has {package} {other}, {nodes.first.name} has {version}",
-                    f"install {package} {version} there, in {python}",
+                    f"install {package} {version} there, for {python}",
                     ends_run=nodes.launcher in ("ray", "skypilot", "ssh"),
                 )
 
 
 class NodeRecords:
-    """nodes.json and node-K.json of an attempt of several nodes: who is connected, and where."""
+    """nodes.json and node-K.json of an attempt of several nodes: which nodes are connected, and
+    where."""
 
     def __init__(self, attempt: Attempt, nodes: Fleet, server: RendezvousServer) -> None:
         self._attempt = attempt
@@ -399,7 +401,7 @@ class NodeRecords:
         self._written_at = 0.0
 
     def write(self, places: dict[int, tuple[int, int]], *, now: bool = False) -> None:
-        """Write what has changed, and all of it every few seconds, or `now`.
+        """Write changed records, and all records every few seconds or if `now`.
 
         `places`: first rank and number of ranks of the nodes that train.
         """
@@ -413,7 +415,7 @@ class NodeRecords:
         is_late = time.monotonic() - self._written_at > _RECORD_EVERY_S
         if nodes == self._written and not is_late and not now:
             return
-        with suppress(OSError):  # a full disk: the run itself finds that out
+        with suppress(OSError):  # a full disk: the run itself detects that
             for node in nodes:
                 if node.get("pid") and node not in self._written:
                     write_record(self._attempt.node_record(node["node"]), node, durable=False)

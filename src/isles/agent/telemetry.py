@@ -1,7 +1,7 @@
 """Samples of a node, taken in a thread of its agent: the machine, its GPUs, and its ranks.
 
-The last one travels in the agent's report to the coordinator, which writes live.json (`live.py`);
-all of them are kept in `telemetry/` of the run directory.
+The agent sends the last sample in its report to the coordinator, which writes live.json
+(`live.py`). All samples are kept in `telemetry/` of the run directory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from isles.agent.cards import Cards, find_cards
+from isles.agent.cards import GpuReader, find_cards
 from isles.agent.protocol import log_line
 from isles.run.limits import memory
 from isles.run.live import SUMS
@@ -29,21 +29,21 @@ from isles.run.records import write_bytes_atomic
 EVERY_S = 2.0
 _LIMIT_BYTES = 4 << 20
 _RATE_EVERY = 20
-"""Samples between two questions for the speed of the interface, which a driver answers."""
+"""Number of samples between two queries of the interface's speed, which the driver answers."""
 
 _OF_THE_MOMENT = frozenset(("phase", "stage", "stage_s"))
-"""What a rank tells that says nothing later."""
+"""Keys of a rank's report that are useless in later samples."""
 
 
 class Telemetry:
-    """Samples one node while it is entered.
+    """Samples one node while the context is open.
 
     Args:
-        run_path: the run directory, whose disk is looked at.
-        file: takes all samples, one JSON line each.
-        interface: the one that has the address of this node; None: not known.
-        num_cards: how many GPUs the ranks use, the first of those they see.
-        ranks: gives what the agent knows of each: pid, alive, exit, and what it has told.
+        run_path: the run directory, whose disk is sampled.
+        file: file for all samples, one JSON line each.
+        interface: network interface with the address of this node; None: unknown.
+        num_cards: number of GPUs that the ranks use, from the first visible GPU.
+        ranks: returns the state of each rank: pid, alive, exit, and its last report.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Telemetry:
         """The last sample; empty before the first."""
         self._ranks = ranks
         self._num_cards = num_cards
-        self._cards: Cards | None = None
+        self._cards: GpuReader | None = None
         self._host = _Host(run_path, interface)
         self._file = SampleFile(file)
         self._processes: dict[int, psutil.Process] = {}
@@ -73,10 +73,10 @@ class Telemetry:
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
-        self._thread.join(timeout=1)  # a driver or a disk that hangs must not hold up the end
+        self._thread.join(timeout=1)  # a hanging driver or disk must not delay the end
 
     def begin(self) -> None:
-        """Find the GPUs, and where all counters stand: rates are those since the last look."""
+        """Find the GPUs, and read all counters: rates are differences since the last sample."""
         self._cards = find_cards(self._num_cards)
         if self._cards is not None:
             self._cards.read()
@@ -102,9 +102,11 @@ class Telemetry:
                 else:
                     self.begin()
                 has_failed = False
-            except Exception as error:  # a thread's edge: the run goes on, and the next may come
+            except (
+                Exception
+            ) as error:  # a thread's edge: the run continues, and the next sample may succeed
                 if not has_failed:
-                    log_line(f"this node could not be sampled: {error!r:.200}", "agent")
+                    log_line(f"cannot sample this node: {error!r:.200}", "agent")
                 has_failed = True
             is_begun = True
 
@@ -117,7 +119,7 @@ class Telemetry:
         self._file.append({**sample, "ranks": ranks})
 
     def _add(self, host: Mapping[str, Any], gpus: Sequence[Mapping[str, Any]]) -> None:
-        # To the sums, from which readers make means over any time.
+        # Add to the sums, from which readers compute means over any time.
         for key in SUMS.values():
             of_gpus = [gpu[key.removeprefix("gpu_")] for gpu in gpus if key.startswith("gpu_")]
             known = [value for value in of_gpus if value is not None]
@@ -125,20 +127,20 @@ class Telemetry:
             total = self._sums.get(key)
             if self._num_samples == 0:
                 self._sums[key] = value
-            elif total is not None:  # what is unknown for a moment moves no mean
+            elif total is not None:  # a value that is unknown for a moment does not change the mean
                 self._sums[key] = total + (total / self._num_samples if value is None else value)
         self._num_samples += 1
 
     def _rank(self, known: Mapping[str, Any], gpus: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         found = {**known, "cpu": None, "resident_bytes": None}
-        number = known.get("gpu")  # as torch counts those that are visible
+        number = known.get("gpu")  # as torch counts the visible GPUs
         if number is not None and number < len(gpus):
             found["gpu"] = gpus[number]["index"]
         pid = int(known["pid"])
         with suppress(psutil.Error):
             if known["alive"] and pid not in self._processes:
                 self._processes[pid] = psutil.Process(pid)
-                self._processes[pid].cpu_percent()  # of the time from now on
+                self._processes[pid].cpu_percent()  # measures from now on
             elif known["alive"]:
                 process = self._processes[pid]
                 with process.oneshot():
@@ -148,11 +150,11 @@ class Telemetry:
 
 
 class _Host:
-    """The machine."""
+    """Metrics of the host."""
 
     def __init__(self, run_path: Path, interface: str | None) -> None:
         self._run_path = run_path
-        # The loopback says nothing of a network.
+        # The loopback interface says nothing about a network.
         self._interface = None if interface in ("lo", "lo0") else interface
         self._about = {"cores": psutil.cpu_count(), "cpu_name": processor_name()}
         self._moved: tuple[float, int, int] | None = None
@@ -160,11 +162,11 @@ class _Host:
         self._num_reads = 0
 
     def read(self) -> dict[str, Any]:
-        """Figures of now; rates and the share of the processor are those since the last call."""
+        """Current metrics; rates and CPU usage are measured since the last call."""
         main = memory()
         net_in, net_out = self._network()
         free = None
-        with suppress(OSError):  # the run directory is gone
+        with suppress(OSError):  # the run directory was deleted
             free = shutil.disk_usage(self._run_path).free
         if self._num_reads % _RATE_EVERY == 0:
             self._rate = self._interface_rate()
@@ -202,12 +204,13 @@ class _Host:
 
 
 class SampleFile:
-    """JSON lines up to a size. Above it every second line of the older half is taken out, so that
-    the whole run stays visible. A disk that is full costs lines, and nothing else.
+    """JSON lines with a size limit. Above it, every second line of the older half is removed, so
+    that the whole run stays visible. A full disk loses only lines.
 
     Args:
-        path: in a folder that is made with the first line, and never again: nobody wants a run
-            directory back that was deleted.
+        path: the file. Its folder is created with the first line, and never again, so that a
+            deleted
+            run directory stays deleted.
     """
 
     def __init__(self, path: Path, limit_bytes: int = _LIMIT_BYTES) -> None:
@@ -226,7 +229,7 @@ class SampleFile:
             with os.fdopen(handle, "r+b", buffering=0) as stream:
                 size = os.fstat(handle).st_size
                 if size and os.pread(handle, 1, size - 1) != b"\n":
-                    line = b"\n" + line  # a kill or a full disk has torn the last one
+                    line = b"\n" + line  # a kill or a full disk has cut the last line
                 stream.write(line)
                 size += len(line)
             if size > self._limit_bytes:

@@ -1,7 +1,7 @@
 """Ranks of one node: forked from a server that has imported torch, watched, ended.
 
-The agent's process never imports torch. What ranks run is named as a string, and imported in the
-forked process.
+The agent's process never imports torch. The function that ranks run is given as a string, and
+imported in the forked process.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ from isles.run.process import die_with_parent
 from isles.run.records import read_record
 
 _END_OTHERS_S = 30.0
-"""How long ranks may take to end after another one of this node has failed."""
+"""Longest time for ranks to end after another rank of this node has failed."""
 _KILL_S = 30.0
-"""How long the kernel may take to end a process that was killed."""
+"""Longest time for the kernel to end a killed process."""
 
 _CAUSE_FIRST_S, _LOOK_S = 2.0, 0.05
 
 _LONGEST_BYTES, _UNREAD_BYTES = 4000, 16 << 10
-"""Of what a rank tells: written at once (PIPE_BUF has 4096), and not where so much is unread."""
+"""Maximum bytes of a rank's report, written atomically (PIPE_BUF is 4096). A rank skips a report
+while this many bytes are unread."""
 
 _RANK_PROCESS = "isles.agent.workers:rank_process"
 _SCRIPT_PROCESS = "isles.agent.script.run:script_process"
@@ -50,13 +51,13 @@ _SERVE_STORE = "isles.dist.world:serve_store"
 
 
 class WorkerGroup:
-    """Ranks of one node. The coordinator decides which they are, and when they start and end.
+    """Ranks of one node. The coordinator decides which ranks, and when they start and end.
 
     Args:
         scratch: a folder for files of this attempt on this host.
-        in_job: whether the job of the run may be queued again after a stop.
-        hears: whether the ranks of the built-in trainer tell where they are.
-        store: where the ranks of several nodes find one another, if this node is the first of them.
+        in_job: whether the run's job may be requeued after a stop.
+        hears: whether the ranks of the built-in trainer report their progress.
+        store: address of the store that the ranks of several nodes use, if this is the first node.
     """
 
     def __init__(
@@ -87,27 +88,29 @@ class WorkerGroup:
 
     @property
     def is_running(self) -> bool:
-        """Whether ranks have been started and not been seen to end."""
+        """Whether ranks have been started and have not been seen to end."""
         return bool(self.report["state"] == "running")
 
     @property
     def is_script(self) -> bool:
-        """Whether the ranks are those of a user's own script."""
+        """Whether the ranks run a user's own script."""
         return bool(self._command.get("script"))
 
     @property
     def restart(self) -> int:
-        """The restart to which the ranks belong, running or not; -1 before the first."""
+        """Restart number of the ranks, running or not; -1 before the first."""
         return int(self._command.get("restart", -1))
 
     def begin(self, command: dict[str, Any]) -> None:
         """Start the ranks.
 
         Args:
-            command: of the coordinator: `restart`; `ranks`, the first one here and how many;
-                `world_size`; `group`, the number of this node among those that train, and how many
-                they are; `master`, host and port for torchrun's variables; `store`, where the ranks
-                of several nodes find one another; `script`; `resume_from`.
+            command: the coordinator's command: `restart`; `ranks`, the first local rank and their
+                number; `world_size`; `group`, this node's index among the nodes that train and
+                their
+                number; `master`, host and port for torchrun's variables; `store`, address of the
+                store
+                for ranks of several nodes; `script`; `resume_from`.
         """
         self._command, self._failed, self._is_handing_over = command, {}, False
         self._oom_kills = oom_kills()
@@ -137,8 +140,8 @@ class WorkerGroup:
         self.report = {"restart": restart, "state": "running"}
 
     def seen(self) -> dict[int, dict[str, Any]]:
-        """The ranks here, or those that ran last: pid, whether it is alive, its exit code, and what
-        it has told. Any thread may call this."""
+        """The local ranks, running or ended: pid, whether it is alive, its exit code, and its last
+        report. Any thread may call this."""
         seen = {rank: dict(known) for rank, known in self._seen.items()}
         for rank, known in seen.items() if self.is_script else ():
             record = read_record(self._attempt.rank_record(rank)) or {}
@@ -158,7 +161,7 @@ class WorkerGroup:
             self.report = {"restart": self.restart, "state": "succeeded", "codes": codes}
 
     def _fail(self, failed: dict[int, int]) -> None:
-        # The others cannot go on without them. The cause is reported as soon as it is known.
+        # The others cannot continue without them. The cause is reported as soon as it is known.
         assert self._ranks is not None
         now = time.monotonic()
         if not self._failed:
@@ -175,12 +178,13 @@ class WorkerGroup:
         has_cause = any(not error["is_communication"] for error in found["errors"])
         has_cause = has_cause or any(code < 0 for code in self._failed.values())
         if not has_cause and self._ranks.are_any_left() and now < self._end_by:
-            return  # the rank that they have lost may be one that takes longer to end
+            return  # the rank that they lost may take longer to end
         self.report = {"restart": self.restart, "state": "failed", **found}
         self.report["codes"] = {str(rank): code for rank, code in self._failed.items()}
 
     def hand_over(self) -> bool:
-        """Let the ranks save and end, to go on with other nodes; False where they do already."""
+        """Let the ranks save and end, to continue with other nodes; False if they are ending
+        already."""
         if self._is_handing_over or not self.is_running:
             return False
         self._is_handing_over = True
@@ -189,9 +193,11 @@ class WorkerGroup:
         return True
 
     def end(self, *, at_once: bool) -> None:
-        """End the ranks; those that are left after a moment are killed."""
+        """End the ranks; ranks that are still running after a moment are killed."""
         if self._ranks is not None:
-            if self._failed and not at_once:  # asked already: a second time may mean at once
+            if (
+                self._failed and not at_once
+            ):  # asked already; a second signal may mean an immediate stop
                 self._ranks.end(0, max(END_GRACE_S, self._end_by - time.monotonic()))
             else:
                 self._ranks.end(signal.SIGKILL if at_once else signal.SIGTERM, END_GRACE_S)
@@ -199,7 +205,7 @@ class WorkerGroup:
         self.report = {"restart": self.restart, "state": "idle"}
 
     def _environ(self, env: RankEnv) -> dict[str, str]:
-        # The variables that torchrun sets for a rank.
+        # The environment variables that torchrun sets for a rank.
         command = self._command
         error = self._scratch / f"error-{env.restart}-{env.local_rank}.json"
         found = {
@@ -226,10 +232,10 @@ class Ranks:
     """The ranks of this node in one start of all ranks.
 
     Args:
-        what: MODULE:FUNCTION that each of them runs; it returns an exit code, or ends the process
-            itself.
-        starts: for each rank, by its number, the variables of its own, and the arguments.
-        hears: whether it gets one more argument, a `Tell`.
+        what: MODULE:FUNCTION that each rank runs; the function returns an exit code, or exits the
+            process itself.
+        starts: for each rank, by its number, its environment variables and its arguments.
+        hears: whether the function gets another argument, a `Tell`.
     """
 
     def __init__(
@@ -258,26 +264,26 @@ class Ranks:
         return list(self._processes)
 
     def look(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Exit codes of the ranks that have come to their own end, and of those that failed.
+        """Exit codes of the ranks that ended by themselves, and of the ranks that failed.
 
-        A negative code is the signal that has ended the process.
+        A negative code is the signal that ended the process.
         """
         done, failed = {}, {}
         for rank, process in self._processes.items():
-            exitcode = process.exitcode  # before the pipe: its answer is complete then
+            exitcode = process.exitcode  # before the pipe: then the pipe's content is complete
             self._hear(rank)
             if exitcode is not None and self.seen[rank]["alive"]:
                 code = exitcode or self._codes.get(rank, 0)
                 self.seen[rank] = {**self.seen[rank], "alive": False, "exit": code}
             if exitcode == 0:
-                # One that is asked to stop when it has nothing left to do ends without an answer.
+                # A rank that is asked to stop when it has finished ends without an answer.
                 done[rank] = self._codes.get(rank, 0)
             elif exitcode is not None:
                 failed[rank] = exitcode
         return done, failed
 
     def _hear(self, rank: int) -> None:
-        # What it has told, up to its exit code.
+        # Its reports, up to its exit code.
         with suppress(EOFError, OSError):
             while rank not in self._codes and self._pipes[rank].poll():
                 message = self._pipes[rank].recv()
@@ -299,19 +305,19 @@ class Ranks:
                     os.kill(process.pid, number)
 
     def end(self, number: int, timeout_s: float) -> None:
-        """Send this to all, and kill those that have not ended in time."""
+        """Send this signal to all ranks, and kill ranks that have not ended in time."""
         self.signal(number)
         deadline = time.monotonic() + timeout_s
         for process in self._processes.values():
             process.join(max(0.0, deadline - time.monotonic()))
         self.signal(signal.SIGKILL)
         for process in self._processes.values():
-            # With a limit: what hangs in the kernel, as on a lost disk, cannot be killed.
+            # With a limit: a process that hangs in the kernel, as on a lost disk, cannot be killed.
             process.join(_KILL_S)
             if process.exitcode is None:
                 sys.stderr.write(
-                    f"process {process.pid} has not ended {_KILL_S:.0f} s after SIGKILL: "
-                    "it hangs in a driver or a file system; see `dmesg | tail`\n"
+                    f"process {process.pid} did not exit within {_KILL_S:.0f} s after SIGKILL; it "
+                    "hangs in a driver or a file system (see `dmesg | tail`)\n"
                 )
         self.look()  # for `seen`
         for pipe in self._pipes.values():
@@ -319,13 +325,13 @@ class Ranks:
 
 
 class RankStore:
-    """The store at which the ranks of all nodes find one another, on the first of those nodes.
+    """The store that the ranks of all nodes use to rendezvous, on the first of those nodes.
 
-    It listens from the start, so that ranks that are early wait. The process that answers comes
-    from the fork server, which has torch.
+    It listens from the start, so that early ranks wait. The fork server, which has torch, provides
+    the process that answers.
 
     Args:
-        address: of this node, the only one at which it listens.
+        address: address of this node, the only one that the store listens on.
     """
 
     def __init__(self, address: str) -> None:
@@ -337,7 +343,7 @@ class RankStore:
         return int(self._listener.getsockname()[1])
 
     def open(self) -> None:
-        """Answer from now on, to the end of this process."""
+        """Answer from now on, until this process exits."""
         if self._process is not None and self._process.exitcode is None:
             return
         context = multiprocessing.get_context("forkserver")
@@ -356,14 +362,16 @@ def _start(process: ForkServerProcess) -> None:
         process.start()
     except (EOFError, ConnectionError, BrokenPipeError) as error:
         raise UserError(
-            "no rank can be started here: the process that imports torch for all of them has ended",
+            "cannot start ranks on this host: the process that imports torch for all of them has "
+            "exited",
             where=f"host {socket.gethostname()}",
-            fix=f"its last words are above; try there: {sys.executable} -c 'import torch'",
+            fix="see its last output above, and test on that host: "
+            f"{sys.executable} -c 'import torch'",
             id="start.failed",
         ) from error
 
 
-# From here on: in the forked processes.
+# Code from here on runs in the forked processes.
 
 
 def _run(
@@ -378,7 +386,7 @@ def _run(
 
 
 def _tell(answer: Connection, message: dict[str, Any]) -> None:
-    # An agent that does not read misses some: there is always room for the exit code.
+    # If the agent does not read, reports are skipped; there is always room for the exit code.
     data, unread = pickle.dumps(message), bytearray(4)
     fcntl.ioctl(answer.fileno(), termios.FIONREAD, unread)
     if len(data) <= _LONGEST_BYTES and struct.unpack("i", unread)[0] < _UNREAD_BYTES:
@@ -396,16 +404,16 @@ def _call(what: str, args: tuple[Any, ...]) -> int:
 def rank_process(
     run_path: Path, env: RankEnv, resume_from: Path | None, tell: Tell | None = None
 ) -> int:
-    """Train as this rank, with a log of its own; the exit code."""
+    """Train as this rank, with a separate log; returns the exit code."""
     run_dir = RunDir(run_path)
     attempt = run_dir.attempt(env.attempt)
     log_to_file(attempt, env)
-    # By its name: the control wing never imports the worker wing, and this process is a rank now.
+    # By name: control packages never import worker packages, but this process is a rank now.
     worker = importlib.import_module("isles.train.worker")
     code = int(worker.run_rank(run_dir, attempt, env, resume_from, tell=tell))
     if code not in (ExitCode.OK, ExitCode.HANDOVER, ExitCode.REQUEUE, ExitCode.INTERRUPTED):
         let_cause_end_first(attempt, env, code)
-        # Not an exception: the rank's own record holds more than a traceback through torch.
+        # Not an exception: the rank's own record has more than a traceback through torch.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -432,10 +440,10 @@ def redirect_output(path: Path | str) -> None:
 
 
 def let_cause_end_first(attempt: Attempt, env: RankEnv, code: int) -> None:
-    """Wait a moment in a rank that ends with `code` because it has only lost another one.
+    """Wait a moment, in a rank that exits with `code` only because it has lost another rank.
 
-    The agent ends all ranks at the first end that it sees, which must be that of the cause, unless
-    the cause has left its error on record. One that was killed leaves none.
+    The agent ends all ranks at the first exit that it sees, which must be the exit of the failed
+    rank, unless that rank has recorded its error. A killed rank records none.
     """
     mine = read_record(attempt.rank_error(env.rank, env.restart))
     has_lost_another = code == ExitCode.COMMUNICATION if mine is None else mine["is_communication"]

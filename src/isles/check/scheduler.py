@@ -19,7 +19,7 @@ from isles.launch.queue.pbs import Pbs, read_blocks, walltime_s
 from isles.launch.queue.slurm import Slurm
 from isles.launch.ray.bundles import bundles, label_selectors, lacking, match_nodes, nodes_text
 from isles.launch.ray.jobs import RayJobs
-from isles.launch.ssh.shell import Result, Shell
+from isles.launch.ssh.shell import CommandResult, Shell
 
 _NAMED = 6
 
@@ -68,7 +68,7 @@ def queue_findings(
     return findings
 
 
-def _answers(name: str, where: str, done: Result, fix: str) -> Finding:
+def _answers(name: str, where: str, done: CommandResult, fix: str) -> Finding:
     if done.returncode == 0:
         return Finding("queue.commands", "ok", where, f"{name} answers")
     text = f"{name} does not respond: {(done.stderr or done.stdout).strip()}"

@@ -1,7 +1,7 @@
 """The ranks of one cluster: the process group, and small collectives on it.
 
-`world.py` joins the group, gives each rank its place and device, and tells nodes apart; `mesh.py`
-lays the grid that strategies cut along, `split.py` allocates the rows of a global batch, `batch.py`
-is what a rank computes in one micro-batch. `files.py` finds out which nodes see the run directory
-of rank 0, and brings files to those that do not. Open `world.py` first.
+`world.py` joins the group, gives each rank its device, and finds out which ranks share a node.
+`mesh.py` makes the grid along which strategies shard, `split.py` divides the rows of a global batch
+among ranks, and `batch.py` has the inputs of one micro-batch. `files.py` finds out which nodes see
+rank 0's run directory, and copies files to nodes that do not. Open `world.py` first.
 """

@@ -1,6 +1,7 @@
-"""What one rank computes in one micro-batch, and how documents of a row are kept apart in it.
+"""One micro-batch of one rank, and the inputs that keep documents in a row apart.
 
-B: rows. T: tokens of a row. N: places in all rows where documents or targets are.
+B: rows. T: tokens per row. N: number of positions, over all rows, that start a document or have a
+target.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from torch import Tensor
 from isles.facts.models import BLIND
 
 IGNORE_INDEX = -100
-"""A target that is not trained on, as in torch.nn.functional.cross_entropy."""
+"""Target value that the loss ignores, as in torch.nn.functional.cross_entropy."""
 
 MIXED_DTYPE = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
-"""In what a mixed `training.precision` computes, with weights in fp32."""
+"""Compute dtype of each mixed `training.precision` (the weights are fp32)."""
 
 COMPUTE_DTYPE = MIXED_DTYPE | {"bf16-true": torch.bfloat16}
-"""In what any `training.precision` computes; fp32 where it is not named."""
+"""Compute dtype of each `training.precision`; precisions not listed compute in fp32."""
 
 MASKED = "isles_causal_sdpa"
-"""torch's fused attention, causal without a mask, or with the one that it is given."""
+"""torch's fused attention: causal without a mask, or with the mask that it gets."""
 
 VARLEN = "isles_causal_varlen"
-"""The same, by a kernel for documents of different lengths where it is told of them."""
+"""The same, with a variable-length kernel if it gets document boundaries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +42,28 @@ class Batch:
     """int64, on the rank's device."""
 
     targets_BT: Tensor
-    """int64; IGNORE_INDEX where nothing is trained."""
+    """int64; IGNORE_INDEX at positions without a training target."""
 
     sample_ids: tuple[int, ...]
-    """The global sample index of each row; for preferences, of each two rows."""
+    """The global sample index of each row; for preferences, of each pair of rows."""
 
     places_N: Tensor | None = None
-    """int64; where the targets lie in the flattened rows, so that the head computes nothing else.
-    None: every place is looked at."""
+    """int64; positions of the targets in the flattened rows, so that the head computes only these.
+    None: the head computes every position."""
 
     reference_B: Tensor | None = None
     """fp32, for preferences: the log-probability of each row's targets before training."""
 
     position_ids_BT: Tensor | None = None
-    """int64; a document that attends to itself alone begins at 0, and so does the padding behind
-    the last. None: each row is one document, from 0 on."""
+    """int64; starts at 0 for each document that attends only to itself, and for the padding after
+    the last document. None: each row is one document, numbered from 0."""
 
     cu_seqlens_N: Tensor | None = None
-    """int32, there where position ids are; where documents begin in the flattened rows, and the
-    end of these: as kernels for documents of different lengths want it."""
+    """int32, set if position ids are set: start of each document in the flattened rows, and the
+    total length, as variable-length attention kernels expect."""
 
     def sample(self, index: int) -> Batch:
-        """The rows of one sample; its `sample_ids` has at most one."""
+        """The rows of one sample; `sample_ids` has at most one entry."""
         each = len(self.input_ids_BT) // max(1, len(self.sample_ids))
         rows = slice(index * each, (index + 1) * each)
         positions = None if self.position_ids_BT is None else self.position_ids_BT[rows]
@@ -77,29 +78,29 @@ class Batch:
 
 
 def cu_seqlens(position_ids_BT: Tensor) -> Tensor:
-    """Where documents begin in the flattened rows, and the end of these; int32.
+    """Start of each document in the flattened rows, and the total length; int32.
 
-    On a GPU this waits for it: how many there are is a number that the host must know.
+    On a GPU this synchronizes, because the host must know the number of documents.
     """
     begins_N = (position_ids_BT.flatten() == 0).nonzero().flatten()
     return F.pad(begins_N, (0, 1), value=position_ids_BT.numel()).to(torch.int32)
 
 
 def attends_plainly(config: Any) -> bool:
-    """Whether every layer of a Hugging Face model, by its config, attends to all earlier tokens."""
-    text = config.get_text_config()  # of models that see or hear too, what reads text
+    """Whether every layer of a Hugging Face model attends to all earlier tokens, by its config."""
+    text = config.get_text_config()  # for multimodal models, the text part
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     return kinds == {"full_attention"} and not getattr(text, "sliding_window", None)
 
 
 def block_mask(position_ids_BT: Tensor, window: int | None = None) -> Tensor:
-    """Mask of attention to earlier tokens of the same document; bool, [B, 1, T, T].
+    """Mask for attention to earlier tokens of the same document; bool, [B, 1, T, T].
 
-    It is made on the device, waits for nothing, and takes B*T*T bytes.
+    Made on the device without a synchronization; takes B*T*T bytes.
 
     Args:
         position_ids_BT: int64, 0 where a document begins.
-        window: how many tokens are seen, the token itself among them; None: all.
+        window: number of tokens that a token sees, itself included; None: no limit.
     """
     documents_BT = (position_ids_BT == 0).cumsum(-1)
     length = position_ids_BT.shape[1]
@@ -110,8 +111,8 @@ def block_mask(position_ids_BT: Tensor, window: int | None = None) -> Tensor:
 
 
 def _added(mask_B1TT: Tensor) -> Tensor:
-    # A mask to be added to scores: 0, or the least number of bf16, which neither narrows nor widens
-    # scores that are bf16 or fp32.
+    # Added to scores: 0, or the most negative bf16 number, which keeps the dtype of bf16 and fp32
+    # scores.
     scores_B1TT = torch.zeros_like(mask_B1TT, dtype=torch.bfloat16)
     return scores_B1TT.masked_fill_(~mask_B1TT, torch.finfo(torch.bfloat16).min)
 
@@ -119,26 +120,29 @@ def _added(mask_B1TT: Tensor) -> Tensor:
 def isolation_inputs(
     model: Any, position_ids_BT: Tensor, cu_seqlens_N: Tensor | None = None
 ) -> dict[str, Any]:
-    """Inputs of a model besides token ids that keep the documents of a row apart.
+    """Model inputs, in addition to token ids, that keep the documents of a row apart.
 
-    Made once for a micro-batch, by the attention that the model uses:
+    Made once per micro-batch; depends on the attention that the model uses:
 
-    - ours: a mask, or the places where documents begin, for the kernel that wants these;
-    - flash_attention_2: these places;
-    - eager, where every layer attends to all earlier tokens: a mask that is added to the scores;
-    - other models that would not look at positions: a mask for each kind of layer;
-    - else only position ids, from which transformers makes masks for each kind of layer. It looks
-      at their values, for which the host waits for the GPU.
+    - ours: a mask, or the document boundaries for the kernel that needs them;
+    - flash_attention_2: the document boundaries;
+    - eager, if every layer attends to all earlier tokens: a mask that is added to the scores;
+    - other models that ignore position ids: one mask per kind of layer;
+    - otherwise only position ids. transformers makes masks for each kind of layer from their
+      values,
+      which synchronizes with the GPU.
 
     Args:
+        model: the Hugging Face model that gets the inputs.
         position_ids_BT: int64, 0 where a document begins.
-        cu_seqlens_N: int32, places where documents begin in the flattened rows, and the end of
-            these; None where they are not known: then a mask is made instead.
+        cu_seqlens_N: int32, start of each document in the flattened rows, and the total length;
+            None
+            if unknown, and then a mask is made instead.
     """
     inputs: dict[str, Any] = {"position_ids": position_ids_BT}
     attention = model.config._attn_implementation
     if cu_seqlens_N is not None and attention in (VARLEN, "flash_attention_2"):
-        # An upper bound does for the kernels; the longest would have to be asked of the GPU.
+        # The kernels accept an upper bound; the exact maximum would need a GPU synchronization.
         length = position_ids_BT.shape[1]
         inputs |= {"cu_seq_lens_q": cu_seqlens_N, "cu_seq_lens_k": cu_seqlens_N}
         inputs |= {"max_length_q": length, "max_length_k": length}

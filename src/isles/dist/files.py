@@ -1,7 +1,7 @@
-"""Files across disks: which nodes see a folder of rank 0, and copies for those that do not.
+"""Files across disks: find the nodes that see rank 0's folder, and copy folders to the other nodes.
 
-Files are sent piece by piece, in bounded memory, and compared by SHA-256. A folder is written
-beside its place and gets its name once it is whole.
+Files are sent in pieces, in bounded memory, and compared by SHA-256. A folder is written under a
+temporary name next to its final path, and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -22,58 +22,59 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from isles.dist.world import Place, World, place_of, raise_first
+from isles.dist.world import RankLocation, World, place_of, raise_first
 from isles.errors import TrainingError, UserError
 from isles.facts.units import format_bytes
 from isles.run.checkpoints import PARTIAL_PREFIX, hash_file, sync_folder
 from isles.run.entry import make_own_folder, open_own_file
 
 PIECE_BYTES = 4 * 2**20
-"""Sent at once: even a link of 1 Mbit/s takes half a minute, far below every time-out."""
+"""Size of one message: takes half a minute on a link of 1 Mbit/s, far below every timeout."""
 
 _PIECES_TOGETHER = 4
-"""After so many pieces all ranks exchange failures: none waits long for others that still send."""
+"""Number of pieces after which all ranks exchange failures, so that none waits long for a sender.
+"""
 
 _LOOK_S, _LOOK_EVERY_S = 1.0, 0.05
-"""A file system of the network may show a new file a moment later than it was written."""
+"""Seconds to wait: a network file system may show a new file a moment after it was written."""
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes that have been sent, and all of them."""
+"""Called with the bytes sent so far and the total."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disks:
-    """The disks of a world: that of rank 0, and those of nodes that do not see it.
+    """The disks of a world: rank 0's disk, and the disks of nodes that do not see it.
 
     Args:
         places: of every rank, by rank.
-        is_apart: by rank, whether its node has a run directory of its own.
+        is_apart: by rank, whether its node has a separate run directory.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[RankLocation, ...]
     is_apart: tuple[bool, ...]
 
     @property
     def apart_leaders(self) -> tuple[int, ...]:
-        """The first rank of each node that has a run directory of its own."""
+        """The first rank of each node with a separate run directory."""
         ranks = range(len(self.places))
         return tuple(r for r in ranks if self.is_apart[r] and self.places[r].is_leader)
 
     @property
     def apart_names(self) -> str:
-        """These nodes, for messages."""
+        """Names of these nodes, for messages."""
         return ", ".join(str(self.places[rank]) for rank in self.apart_leaders)
 
     def keeper(self, rank: int) -> int:
-        """The rank that acts for the disk of another: 0, or the first of its node."""
+        """The rank that writes to the disk of `rank`: 0, or the first rank of its node."""
         return self.places[rank].leader if self.is_apart[rank] else 0
 
 
 def find_disks(world: World, folder: Path) -> Disks:
-    """Find out who sees rank 0's folder. All ranks must call this.
+    """Find out which nodes see rank 0's folder. All ranks must call this.
 
-    Rank 0 writes a file with a random word, under a name that was never there; the first rank of
-    every other node looks for it.
+    Rank 0 writes a file with a random content and a random name; the first rank of every other node
+    looks for it.
 
     Raises:
         TrainingError: rank 0 cannot write there.
@@ -113,14 +114,15 @@ def broadcast_folder(
     """Copy a folder from one rank's disk to disks that lack it. All ranks must call this.
 
     Args:
-        folder: where it lies, as this rank knows it.
-        src: a rank on whose disk it is whole.
-        needs: whether this rank writes it to its disk, unless what is there is the same. Ranks
-            that do not know that they share a disk may both do so.
-        files: at `src`, the names of the files that are sent, and their SHA-256; None: all.
+        folder: path of the folder on this rank.
+        src: a rank whose disk has the complete folder.
+        needs: whether this rank writes the folder to its disk, unless the same content exists.
+            Several
+            ranks may do so without knowing that they share a disk.
+        files: at `src`, names and SHA-256 of the files to send; None: all files.
 
     Returns:
-        The ranks to which it was sent.
+        The ranks that received it.
 
     Raises:
         TrainingError: a file cannot be read or written, a disk is too small, or a file has changed;
@@ -163,12 +165,12 @@ def gather_folder(
     group: dist.ProcessGroup,
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """Bring the files of some ranks' folders into that of rank 0. All ranks must call this.
+    """Copy the files of some ranks' folders to rank 0's folder. All ranks must call this.
 
     Args:
-        folder: this rank's; it has no folders within.
+        folder: this rank's folder, without subfolders.
         sends: whether this rank, which is not 0, sends its files.
-        group: a CPU group of all ranks, over which nothing else is sent meanwhile.
+        group: a CPU group of all ranks; nothing else may use it during the copy.
 
     Raises:
         TrainingError: as `broadcast_folder`.
@@ -184,11 +186,11 @@ def gather_folder(
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    name: str  # in the folder of each end
+    name: str  # in the sender's and the receiver's folder
     size_bytes: int
     sender: int
     takers: tuple[int, ...]
-    sha256: str = ""  # "": as the sender reads it
+    sha256: str = ""  # "": computed by the sender
 
 
 def _send(
@@ -232,8 +234,8 @@ def _send(
 
 
 class _End:
-    # One rank's end of transfers: the file that is read or written, and the first failure. A disk
-    # that fails does not break the exchange, or the others would only see a lost rank.
+    # One rank's end of transfers: the open file, and the first failure. A failing disk does not
+    # break the exchange, because the other ranks would only see a lost rank.
 
     def __init__(self, folder: Path, world: World) -> None:
         self.failure: UserError | None = None
@@ -247,7 +249,7 @@ class _End:
         return self._hash.hexdigest()
 
     def guard(self, action: Callable[..., None], *args: Any) -> None:
-        # Call an action unless one has failed before, and keep its failure.
+        # Call an action unless an earlier one failed, and keep its failure.
         if self.failure is not None:
             return
         try:
@@ -260,15 +262,15 @@ class _End:
     def open(self, name: str, mode: str) -> None:
         if "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
             raise TrainingError(
-                f"{ascii(name)[:80]} is not the name of a file in a folder",
+                f"{ascii(name)[:80]} is not a valid file name",
                 where=f"{self._folder}, rank {self._world.rank} on {self._world.host}",
-                fix="take another checkpoint: `isles checkpoint list`",
+                fix="use another checkpoint; `isles checkpoint list` shows them",
                 id="checkpoint.broken",
             )
         self._name, self._hash = name, hashlib.sha256()
         path = self._folder / name
         if mode == "wb":
-            # No folder further up: a deleted run directory must not come back.
+            # Creates no parent folders: a deleted run directory must not come back.
             self._folder.parent.mkdir(exist_ok=True)
             # Other users may write to the folder above, such as a shared data.cache_dir.
             for folder in (self._folder, path.parent):
@@ -280,7 +282,7 @@ class _End:
 
     def read(self, piece: torch.Tensor) -> None:
         if self._stream.readinto(piece.numpy()) < len(piece):
-            raise OSError(None, "it has become shorter while it was sent")
+            raise OSError(None, "the file became shorter while it was sent")
         self._hash.update(piece.numpy().data)
 
     def write(self, piece: torch.Tensor) -> None:
@@ -297,11 +299,11 @@ class _End:
 
     def refuse(self, transfer: _Transfer) -> None:
         raise TrainingError(
-            f"{transfer.name} is not what was to be sent: its SHA-256 has changed on the disk of "
-            f"rank {transfer.sender}, or on its way",
+            f"{transfer.name} was damaged: its SHA-256 changed on the disk of rank "
+            f"{transfer.sender}, or during the transfer",
             where=f"{self._folder}, rank {self._world.rank} on {self._world.host}",
-            fix="start again; if it comes again, look after the network card, the memory and the "
-            "disk of both machines, and remove what can be made anew there",
+            fix="start again; if the error repeats, test the network adapter, memory and disk of "
+            "both machines, and delete files there that can be downloaded or built again",
             id="checkpoint.broken",
         )
 
@@ -309,7 +311,7 @@ class _End:
 def _publish(
     partial: Path, folder: Path, wanted: Mapping[str, tuple[int, str]], world: World
 ) -> UserError | None:
-    # Give the copy its name, unless another host that shares this disk did so first.
+    # Rename the copy to its final name, unless another host that shares this disk did so first.
     old = partial.with_name(f"{partial.name}-old")
     try:
         sync_folder(partial)
@@ -341,11 +343,12 @@ def _holds(folder: Path, wanted: Mapping[str, tuple[int, str]]) -> bool:
 def _disk_failure(error: OSError, name: str, folder: Path, world: World) -> TrainingError:
     free = ""
     with contextlib.suppress(OSError):
-        free = f"; {format_bytes(shutil.disk_usage(folder).free)} are free there"
+        free = f"; {format_bytes(shutil.disk_usage(folder).free)} free"
     return TrainingError(
-        f"this disk fails: {name or error.filename or folder}: {error.strerror or error}{free}",
+        f"cannot use this disk: {name or error.filename or folder}: "
+        f"{error.strerror or error}{free}",
         where=f"{folder}, rank {world.rank} on {world.host}",
-        fix="free some space there, look after the disk (dmesg), or set another output_dir",
+        fix="free some space, check the disk (dmesg), or set another output_dir",
         id="checkpoint.unsaved",
     )
 

@@ -15,14 +15,14 @@ from isles.dist.world import World
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The groups through which a rank shares the model, where it shares it at all.
+    """The process groups through which a rank shares the model.
 
     Args:
         layout: the grid.
-        place: this rank's place on it.
-        root: axes pp, replicate, shard (data and context parallel together) and tp; None where
-            every rank holds the whole model (plain data parallel).
-        cp_group: the ranks that share this rank's sequences; None where cp is 1.
+        place: this rank's position in the grid.
+        root: axes pp, replicate, shard (data and context parallel together) and tp; None if every
+            rank holds the whole model (plain data parallel).
+        cp_group: the ranks that share this rank's sequences; None if cp is 1.
     """
 
     layout: Layout
@@ -32,20 +32,20 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """Which part of the data this rank reads."""
+        """Index of the data shard that this rank reads."""
         return self.place.replicate * self.layout.dp_shard + self.place.dp_shard
 
     @property
     def dp_size(self) -> int:
-        """How many parts there are."""
+        """Number of data shards."""
         return self.layout.dp_size
 
 
 def make_mesh(layout: Layout, world: World, *, is_sharded: bool) -> Mesh:
-    """Make the groups of a grid. All ranks must call this.
+    """Make the process groups of a grid. All ranks must call this.
 
     Args:
-        layout: the grid; as many ranks as the world has.
+        layout: the grid, of the world's size.
         is_sharded: whether the strategy needs `root`.
     """
     assert layout.world_size == world.world_size, (layout, world.world_size)
@@ -56,7 +56,8 @@ def make_mesh(layout: Layout, world: World, *, is_sharded: bool) -> Mesh:
             world.device.type, sizes, mesh_dim_names=("pp", "replicate", "shard", "tp")
         )
         for group in root.get_all_groups():
-            # A mesh gives its groups torch's own half an hour, whatever the world's groups have.
+            # A mesh gives its groups torch's default timeout of 30 minutes instead of the
+            # world's timeout.
             _set_pg_timeout(timedelta(seconds=world.timeout_s), group)
     members: dict[tuple[int, int, int, int], list[int]] = {}
     for rank in range(layout.world_size):
@@ -65,7 +66,7 @@ def make_mesh(layout: Layout, world: World, *, is_sharded: bool) -> Mesh:
         members.setdefault(key, []).append(rank)
     cp_group = None
     for ranks in members.values() if layout.cp > 1 else ():
-        # Every rank makes every group: torch wants that of all.
+        # torch requires every rank to make every group.
         group = dist.new_group(ranks, timeout=timedelta(seconds=world.timeout_s))
         if world.rank in ranks:
             cp_group = group

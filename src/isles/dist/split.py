@@ -1,4 +1,4 @@
-"""How the rows of a global batch are allocated to the data-parallel ranks."""
+"""Split of a global batch's rows among the data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class RowSplit:
     """Rows and micro-steps of each data-parallel rank in one inner step.
 
     Args:
-        rows: of the global batch, for each data-parallel rank in order; 0 is allowed.
-        micro_batch_sizes: most rows of a micro-batch, for each data-parallel rank.
-        in_step: whether all ranks must make the same number of micro-steps, as every strategy
-            needs that gathers parameters in the forward pass.
+        rows: rows of the global batch per data-parallel rank, in order; 0 is allowed.
+        micro_batch_sizes: largest micro-batch of each data-parallel rank, in rows.
+        in_step: whether all ranks must make the same number of micro-steps. Every strategy that
+            gathers parameters in the forward pass needs this.
     """
 
     rows: tuple[int, ...]
@@ -29,15 +29,15 @@ class RowSplit:
 
     @property
     def global_batch_size(self) -> int:
-        """Rows of all ranks."""
+        """Rows of all ranks together."""
         return sum(self.rows)
 
     def first_row(self, dp_rank: int) -> int:
-        """Where a rank's rows begin in the global batch."""
+        """Index of a rank's first row in the global batch."""
         return sum(self.rows[:dp_rank])
 
     def shortened(self, num_rows: int) -> RowSplit:
-        """The same shares of a smaller batch; some ranks may have no row of it."""
+        """The same shares of a smaller batch; some ranks may get no row."""
         whole = self.global_batch_size
         assert 0 < num_rows <= whole
         if num_rows == whole:
@@ -48,10 +48,10 @@ class RowSplit:
         return RowSplit(rows, self.micro_batch_sizes, self.in_step)
 
     def micro_steps(self, dp_rank: int) -> tuple[int, ...]:
-        """Rows of each micro-step of a rank; a 0 is a step that only keeps the others company."""
+        """Rows of each micro-step of a rank; one with 0 rows only joins the collectives."""
         rows, size = self.rows[dp_rank], self.micro_batch_sizes[dp_rank]
         if self.in_step:
-            # The larger ones come first on every rank: what is slow on several ranks is slow once.
+            # Larger micro-steps come first on every rank, so that slow ones coincide.
             of_ranks = zip(self.rows, self.micro_batch_sizes, strict=True)
             steps = max(1, *(-(-own // most) for own, most in of_ranks))
             least, larger = divmod(rows, steps)
@@ -63,7 +63,7 @@ class RowSplit:
 def even_split(
     global_batch_size: int, dp_size: int, micro_batch_size: int, *, in_step: bool
 ) -> RowSplit:
-    """Even rows; ranks differ by one row at most."""
+    """Equal rows per rank; ranks differ by at most one row."""
     rows = tuple(
         (r + 1) * global_batch_size // dp_size - r * global_batch_size // dp_size
         for r in range(dp_size)
@@ -74,12 +74,13 @@ def even_split(
 def shared_split(
     global_batch_size: int, shares: Sequence[float], limits: Sequence[int], *, in_step: bool
 ) -> RowSplit:
-    """Rows in proportion to shares, to the nearest row; each rank in few, even micro-steps.
+    """Rows in proportion to shares, rounded; each rank makes few micro-steps of similar size.
 
     Args:
-        shares: of each data-parallel rank, not all 0.
-        limits: most rows of a micro-batch, for each of them.
-        in_step: see RowSplit.
+        global_batch_size: rows to divide.
+        shares: share of each data-parallel rank, not all 0.
+        limits: largest micro-batch of each data-parallel rank, in rows.
+        in_step: see `RowSplit`.
     """
     exact = [Fraction(share) for share in shares]
     wanted = [global_batch_size * share / sum(exact) for share in exact]
@@ -92,6 +93,6 @@ def shared_split(
 
 
 def even_size(rows: int, limit: int) -> int:
-    """Size of the micro-batches that hold `rows` in as few steps as the limit allows."""
+    """Size of micro-batches that hold `rows` in the fewest micro-steps that the limit allows."""
     steps = max(1, -(-rows // limit))
     return max(1, -(-rows // steps))

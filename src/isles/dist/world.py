@@ -29,14 +29,14 @@ _FIRST_LOOK_S, _LOOK_S = 0.02, 0.5
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This rank's place, and the groups through which it communicates.
+    """This rank's position, and the process groups through which it communicates.
 
     Args:
         rank, local_rank, world_size, local_world_size: as in PyTorch and torchrun.
-        device: where this rank computes.
+        device: the device on which this rank computes.
         control: a CPU group for small messages: stop requests, statistics.
-        saving: a CPU group for the thread that writes checkpoints; patient.
-        work: a CPU group for what rank 0 does while the others wait; patient.
+        saving: a CPU group for the thread that writes checkpoints, with a long timeout.
+        work: a CPU group for work of rank 0 while the others wait, with a long timeout.
         timeout_s: longest wait in one collective operation.
     """
 
@@ -85,9 +85,9 @@ class World:
         """Run `work` on one rank; its result, or its error, on all. All ranks must call this.
 
         Args:
-            work: what that rank does; the others wait for it as long as the group does.
-            group: over which the outcome is sent; None: `control`.
-            rank: which one.
+            work: runs on one rank; the others wait up to the group's timeout.
+            group: the process group that sends the outcome; None: `control`.
+            rank: the rank that runs `work`.
         """
         outcomes = [_caught(work) if self.rank == rank else (None, None)]
         dist.broadcast_object_list(outcomes, src=rank, group=group or self.control)
@@ -98,13 +98,13 @@ class World:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank is, for messages and for finding the ranks that share its disk.
+class RankLocation:
+    """Node of a rank, for messages and for finding the ranks that share its disk.
 
     Args:
-        rank: which one.
-        leader: rank of the node's first process, which names the node.
-        host: the machine's name.
+        rank: the rank.
+        leader: rank of the node's first process, which identifies the node.
+        host: the host's name.
     """
 
     rank: int
@@ -120,17 +120,17 @@ class Place:
         return f"{self.host} (rank {self.leader})"
 
 
-def place_of(world: World) -> Place:
+def place_of(world: World) -> RankLocation:
     """This rank's place."""
-    return Place(world.rank, world.rank - world.local_rank, world.host)
+    return RankLocation(world.rank, world.rank - world.local_rank, world.host)
 
 
 def on_every_rank(world: World, work: Callable[[], T]) -> T:
     """Run `work` on every rank, and return this rank's result. All ranks must call this.
 
     Raises:
-        UserError: of the first rank that failed, on all; where not all did, with the nodes that
-            did.
+        UserError: of the first rank that failed, on every rank; lists the failed nodes unless all
+            failed.
     """
     value, failure = _caught(work)
     found = world.gather((place_of(world), failure))
@@ -146,7 +146,7 @@ def on_every_rank(world: World, work: Callable[[], T]) -> T:
 
 
 def raise_first(failures: Sequence[Exception | None]) -> None:
-    """Raise the first failure, if any; called with the same ones on every rank."""
+    """Raise the first failure, if any. All ranks must call this with the same failures."""
     for failure in failures:
         if failure is not None:
             raise failure
@@ -154,7 +154,7 @@ def raise_first(failures: Sequence[Exception | None]) -> None:
 
 @dataclass(slots=True)
 class _Share:
-    # What a rank tells the others of its part of a work.
+    # State of a rank's part of the work, sent to the other ranks.
     is_done: bool
     line: str = ""
     result: Any = None
@@ -162,7 +162,7 @@ class _Share:
 
 
 def _caught(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    # The result, or the error in a form that can be sent to the ranks that wait.
+    # The result, or the error in a form that can be sent to the waiting ranks.
     try:
         return work(), None
     except UserError as error:
@@ -183,22 +183,22 @@ def work_together(
 ) -> list[T | None]:
     """Run `work` on the ranks that have some; all wait for it. All ranks must call this.
 
-    The ranks exchange their state every half second, so that the wait is bounded by what the work
-    reports and not by the time-out of one collective operation.
+    The ranks exchange their state every half second, so that the wait is limited by the reports of
+    `work` and not by the timeout of one collective operation.
 
     Args:
-        work: called in a thread, with a function that takes a line about how far it is; None: this
-            rank has nothing to do.
-        progress: called on every rank with what the others report.
-        no_progress_s: longest time in which none of those that work may report anything new.
-        doing: what they do, for the error.
+        work: called in a thread, with a function that accepts a progress line; None: this rank has
+            nothing to do.
+        progress: called on every rank with the progress lines of the others.
+        no_progress_s: longest time without a new report from any working rank.
+        doing: description of the work, for the error.
 
     Returns:
-        Every rank's result, by rank; None where it had no work.
+        Every rank's result, by rank; None for ranks without work.
 
     Raises:
         Exception: the error of the first rank that failed, on every rank.
-        CommunicationError: those that work have reported nothing new for too long.
+        CommunicationError: no working rank has reported anything new for too long.
     """
     share = _Share(is_done=work is None)
 
@@ -211,7 +211,7 @@ def work_together(
         share.is_done = True
 
     if work is not None:
-        # A daemon: where another node fails, this process ends without waiting for it.
+        # A daemon thread: if another node fails, this process exits without waiting.
         threading.Thread(target=run, daemon=True).start()
     known: dict[int, str] = {}
     last_news, wait_s = time.monotonic(), _FIRST_LOOK_S
@@ -225,14 +225,14 @@ def work_together(
         running = [rank for rank, each in enumerate(shares) if not each.is_done]
         if not running:
             return [each.result for each in shares]
-        # One may wait in silence for another that prepares the same on a disk that they share.
+        # A rank may wait silently for another that prepares the same data on a shared disk.
         if time.monotonic() - last_news > no_progress_s:
             who = ", ".join(f"{rank} ({known.get(rank, 'nothing')!r})" for rank in running)
             raise CommunicationError(
-                f"ranks that {doing} have said nothing new for {no_progress_s:.0f} s; the "
-                f"last of each was: {who}",
+                f"ranks that {doing} have reported nothing new for {no_progress_s:.0f} s; their "
+                f"last reports are {who}",
                 where=f"rank {min(running)}",
-                fix="look at the logs of these ranks",
+                fix="check the logs of these ranks",
                 id="data.waiting",
             )
         time.sleep(wait_s)
@@ -245,12 +245,14 @@ def join_world(
     """Join the process group. All ranks must call this.
 
     Args:
-        timeout_s: longest wait for the others, here and in every later operation.
-        work_timeout_s: longest wait for what rank 0 does alone, such as verifying a checkpoint.
+        env: this rank's environment.
+        device: cuda or cpu.
+        timeout_s: longest wait for the others, now and in every later operation.
+        work_timeout_s: longest wait for work of rank 0 alone, such as verifying a checkpoint.
 
     Raises:
         PreflightError: there is no GPU for this rank.
-        CommunicationError: the others did not come in time.
+        CommunicationError: the others did not join in time.
     """
     chosen = _device(env, device)
     timeout = timedelta(seconds=timeout_s)
@@ -259,8 +261,8 @@ def join_world(
         if env.store is not None:
             store = FileStore(str(env.store), env.world_size)
         elif env.store_address is not None:
-            # Nothing else listens. Each restart has its own keys: torchrun keeps those of the last,
-            # by which a rank would look for others that have ended.
+            # The agent's store. Each restart has separate keys: torchrun keeps the keys of the last
+            # attempt, and a rank would look for ranks that have exited.
             tcp_store = TCPStore(*env.store_address, is_master=False, timeout=timeout)
             store = PrefixStore(f"ranks-{num_restarts()}", tcp_store)
         elif env.world_size == 1:
@@ -281,7 +283,7 @@ def join_world(
         raise CommunicationError(
             f"rank {env.rank} of {env.world_size} could not join the others: {error}",
             where=f"rank {env.rank} on {socket.gethostname()}",
-            fix="look at the logs of the ranks that are missing: `isles logs`",
+            fix="check the logs of the missing ranks with `isles logs`",
             id="rank.others",
         ) from error
     return World(
@@ -306,7 +308,7 @@ def leave_world() -> None:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Whether an error only says that another rank was lost: a consequence, not a cause."""
+    """Whether an error only reports that another rank was lost: a consequence, not a cause."""
     if isinstance(error, CommunicationError | dist.DistBackendError | dist.DistNetworkError):
         return True
     text = str(error)
@@ -323,8 +325,8 @@ def _device(env: RankEnv, kind: str) -> torch.device:
             f"rank {env.rank} needs GPU {env.local_rank}, torch {torch.__version__} sees {count}",
             where=f"rank {env.rank} on {socket.gethostname()}",
             fix="compare `nvidia-smi` with `python -c 'import torch; print(torch.cuda."
-            "is_available())'`: a CPU build of torch or an older driver hides GPUs; or train on "
-            "the CPU: clusters.0.device=cpu",
+            "is_available())'`. A CPU build of torch or an old driver hides GPUs. To train on the "
+            "CPU, set clusters.0.device=cpu",
             id="gpu.count",
         )
     device = torch.device("cuda", env.local_rank)
@@ -333,13 +335,13 @@ def _device(env: RankEnv, kind: str) -> torch.device:
 
 
 def serve_store(listener: socket.socket) -> None:
-    """Serve the store at which the ranks of all nodes meet, to the end of the agent.
+    """Serve the store that the ranks of all nodes use to rendezvous, until the agent exits.
 
     Args:
-        listener: already bound: torch would listen on every interface.
+        listener: already bound, because torch would listen on every interface.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # ranks that save still need it
+        signal.signal(number, signal.SIG_IGN)  # ranks that are saving still need the store
     address, port = listener.getsockname()[:2]
     store = TCPStore(
         address,

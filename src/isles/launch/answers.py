@@ -19,7 +19,7 @@ from isles.run.records import MAX_LIST_BYTES, as_kind, parse_record
 T = TypeVar("T")
 
 STARTED = "ISLES-STARTED "
-"""Begins the line that announces a run to the isles that asked for the start."""
+"""Prefix of the line that announces a run to the isles process that requested the start."""
 
 _Folder = Annotated[str, Field(pattern=r"^/\P{Cc}+$")]
 """An absolute path without control characters."""
@@ -29,14 +29,14 @@ _SHOWN_CHARS = 80
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """A run that isles on another machine, or another process of isles, has started.
+    """A run started by isles on another machine, or by another isles process.
 
     Args:
-        version: of that isles.
+        version: version of that isles.
         path: the run directory on that machine.
-        ssh: the machine that has the run directory, if it is a third one; else empty.
+        ssh: the machine that has the run directory, if it is a third machine; else empty.
         elsewhere: the run directory on the other hosts; empty: `path`.
-        home: HOME of the process that has started the run; only SkyPilot needs it.
+        home: HOME of the process that started the run; only SkyPilot needs it.
     """
 
     version: str
@@ -58,13 +58,14 @@ def read_started(line: str, *, where: str, fix: str) -> Announced:
 
 
 def parse_answer(kind: type[T], text: str) -> T:
-    """Parse JSON that another program or machine has printed.
+    """Parse JSON from another program or machine.
 
     Args:
         kind: a dataclass, or another type that pydantic checks.
+        text: the JSON.
 
     Raises:
-        ValueError: it is not JSON, is nested too deeply, or a key has an odd value.
+        ValueError: it is not JSON, is nested too deeply, or a key has an invalid value.
     """
     try:
         return as_kind(kind, parse_record(text, MAX_LIST_BYTES))
@@ -76,17 +77,17 @@ def parse_answer(kind: type[T], text: str) -> T:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))[:_SHOWN_CHARS]
         if first["type"] == "missing":
-            raise ValueError(f"it has no {key}") from None
+            raise ValueError(f"the key {key} is missing") from None
         if not key:
-            raise ValueError("it has another form") from None
+            raise ValueError("its structure is different") from None
         raise ValueError(f"its {key} is {_short(first['input'])}, which is not valid") from None
 
 
 def read_answer(kind: type[T], text: str, *, by: str, where: str, fix: str, id: str) -> T:
-    """Parse an answer as `parse_answer`.
+    """Parse an answer as `parse_answer` does.
 
     Args:
-        by: the program that has answered, for the message.
+        by: the program that answered, for the message.
         where, fix, id: of the error.
 
     Raises:
@@ -104,7 +105,7 @@ def read_answer(kind: type[T], text: str, *, by: str, where: str, fix: str, id: 
 
 
 def _short(value: object) -> str:
-    # `repr` of a list may be as long and as deep as the answer.
+    # The `repr` of a list may be as long and as deep as the answer.
     if isinstance(value, dict | list):
         return "{…}" if isinstance(value, dict) else "[…]"
     text = repr(value)

@@ -1,4 +1,4 @@
-"""What every launcher is given, and what it gives back."""
+"""Options that every launcher takes, and the started run that it returns."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ PrintLine = Callable[[str], object]
 
 @dataclass(frozen=True, slots=True)
 class StartOptions:
-    """How `isles train` was typed.
+    """Options of one `isles train` command.
 
     Args:
         resume: `auto`, `no`, or a path; see `isles.run.choose.choose_run`.
-        print_line, warn: take lines for the user.
-        cluster: of several in the run file, the one that is started; empty: there is one.
-        join: a join line, a secret: how the started cluster reaches the others. It lies in the file
-            `join` of the run directory, and nowhere else. Empty: a run that goes on keeps its own.
-        loaded: the run file where `path` is no file of this machine; its text says everything, so
-            that there are no overrides.
-        typed: the command that goes on with the run, as the user types it; empty: not known.
+        print_line, warn: print lines for the user.
+        cluster: name of the cluster to start, if the run file has several; else empty.
+        join: a join line, a secret: address and token of the hub for the started cluster. It is
+            stored only in the file `join` of the run directory. Empty: a resumed run keeps its own.
+        loaded: the run file, if `path` is not a file of this machine; its text is complete, so
+            there
+            are no overrides.
+        typed: the command that resumes the run, as the user types it; empty: unknown.
     """
 
     path: Path
@@ -59,9 +60,9 @@ class Started:
     """A run that was just started.
 
     Args:
-        process: who runs it, where that is a process of this machine.
-        remote: where the run directory is, if not here.
-        text: what the user must do now (manual); nothing is followed then.
+        process: process that runs it, if it is on this machine.
+        remote: location of the run directory, if it is on another machine.
+        text: instructions for the user (manual); then nothing is followed.
     """
 
     run_dir: RunDir
@@ -82,7 +83,7 @@ def resolve_checked(
     """The values of a run file whose files are on this machine; see `isles.config.resolve.resolve`.
 
     Args:
-        needs_data: also refuse sources that are not here.
+        needs_data: also refuse data sources that are missing on this machine.
 
     Raises:
         ConfigErrors: every issue.
@@ -100,16 +101,16 @@ def resolve_checked(
 
 
 def resolve_for_nodes(loaded: Loaded, *, needs_data: bool = True) -> Resolved:
-    """`resolve_checked` with the ranks of nodes of which only the run file speaks."""
+    """`resolve_checked`, with the number of ranks per node from the run file alone."""
     cluster = loaded.config.clusters[0]
-    assert isinstance(cluster.gpus_per_node, int), "a rule asks for it"
+    assert isinstance(cluster.gpus_per_node, int), "a config rule guarantees it"
     nproc = (cluster.gpus_per_node,) * cluster.max_nodes
     device: Literal["cuda", "cpu"] = "cpu" if cluster.device == "cpu" else "cuda"
     return resolve_checked(loaded, needs_data=needs_data, nproc=nproc, device=device)
 
 
 def resolve_here(loaded: Loaded, warn: PrintLine, *, needs_data: bool) -> Resolved:
-    """`resolve_checked` for the GPUs of this machine; `warn` takes a warning about them."""
+    """`resolve_checked` for the GPUs of this machine; `warn` prints a warning about them."""
     finding = find_gpus()
     if finding.warning:
         warn(finding.warning)
@@ -117,10 +118,10 @@ def resolve_here(loaded: Loaded, warn: PrintLine, *, needs_data: bool) -> Resolv
 
 
 def check_packages(resolved: Resolved) -> None:
-    """Make sure that ranks of this Python can train the run.
+    """Check that ranks of this Python can train the run.
 
     Raises:
-        UserError: a package is missing, or DeepSpeed cannot start here.
+        UserError: a package is missing, or DeepSpeed cannot start on this machine.
     """
     require_train()
     check_start(resolved.config, resolved.world_size)
@@ -130,7 +131,7 @@ def check_packages(resolved: Resolved) -> None:
 
 
 def ranks_text(num: int, device: str) -> str:
-    """A number of ranks in words, such as `4 GPUs` or `1 CPU process`."""
+    """Text for a number of ranks, such as `4 GPUs` or `1 CPU process`."""
     kind, plural = ("GPU", "s") if device == "cuda" else ("CPU process", "es")
     return f"{num} {kind}{plural * (num != 1)}"
 
@@ -138,11 +139,11 @@ def ranks_text(num: int, device: str) -> str:
 def make_fleet(
     resolved: Resolved, nodes: Sequence[FleetNode], *, port: int, resume_from: Path | None = None
 ) -> Fleet:
-    """The record of the nodes of a start.
+    """The record of the nodes of an attempt.
 
     Args:
-        port: where the coordinator listens; 0: any, or nowhere.
-        resume_from: a checkpoint that was asked for by name.
+        port: port of the coordinator; 0: any free port, or no listener.
+        resume_from: a checkpoint that the user chose.
     """
     cluster = resolved.config.clusters[0]
     return Fleet(
@@ -159,6 +160,6 @@ def make_fleet(
 
 
 def next_attempt(run_dir: RunDir) -> Attempt:
-    """The attempt that a start would make."""
+    """The attempt that a start would create."""
     last = run_dir.last_attempt()
     return run_dir.attempt(last.number + 1 if last else 1)

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, by nvidia-smi; no torch."""
+"""GPUs of this machine, from nvidia-smi; without torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from isles.run.env import visible_devices
 
 GPU_QUERY = ("nvidia-smi", "--query-gpu=index,name,uuid,memory.total", "--format=csv,noheader")
-"""What `read_gpus` reads the answer of."""
+"""Query whose output `read_gpus` parses."""
 
 _FREE_QUERY = ("--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits")
 
 
 @dataclass(frozen=True, slots=True)
 class LocalGpu:
-    """One GPU that a rank could use; memory is None where the driver does not say."""
+    """One GPU that a rank could use; memory is None if the driver does not report it."""
 
     name: str
     uuid: str
@@ -26,17 +26,17 @@ class LocalGpu:
 
 @dataclass(frozen=True, slots=True)
 class GpuFinding:
-    """The GPUs that are visible, in the order of local ranks; and why there may be more."""
+    """The visible GPUs, in the order of local ranks, and a warning if there may be more."""
 
     gpus: tuple[LocalGpu, ...]
     warning: str = ""
 
 
 def find_gpus(environ: Mapping[str, str] = os.environ, timeout_s: float = 20.0) -> GpuFinding:
-    """The GPUs that this process' children would see, by CUDA_VISIBLE_DEVICES and nvidia-smi.
+    """The GPUs visible to children of this process, by CUDA_VISIBLE_DEVICES and nvidia-smi.
 
-    No nvidia-smi means no GPU. One that fails, or hangs as a driver may, is a warning, since the
-    GPUs may well be there.
+    If nvidia-smi does not exist, there is no GPU. If nvidia-smi fails or hangs, as a driver may,
+    the result has a warning, because GPUs may exist.
     """
     wanted = visible_devices(environ)
     if wanted == []:
@@ -55,14 +55,14 @@ def find_gpus(environ: Mapping[str, str] = os.environ, timeout_s: float = 20.0) 
     except FileNotFoundError:
         return GpuFinding(())
     except subprocess.TimeoutExpired:
-        return _unknown(f"nvidia-smi gave no answer in {timeout_s:g} s")
+        return _unknown(f"nvidia-smi did not answer within {timeout_s:g} s")
     except OSError as error:
-        return _unknown(f"nvidia-smi cannot be run: {error.strerror}")
+        return _unknown(f"cannot run nvidia-smi: {error.strerror}")
     return read_gpus(answer.returncode, answer.stdout, answer.stderr, wanted)
 
 
 def free_bytes() -> dict[str, int]:
-    """Free memory of the GPUs of this machine by their uuid; empty where nothing says it."""
+    """Free memory of the GPUs of this machine, by uuid; empty if unknown."""
     rows = [line.split(",") for line in ask_driver(*_FREE_QUERY).splitlines()]
     return {
         row[0].strip(): int(row[1]) * 2**20
@@ -72,7 +72,7 @@ def free_bytes() -> dict[str, int]:
 
 
 def ask_driver(*words: str, timeout_s: float = 20.0) -> str:
-    """What nvidia-smi prints; empty where it fails, gives no answer or is not there."""
+    """Output of nvidia-smi; empty if it fails, does not answer or does not exist."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *words],
@@ -89,9 +89,10 @@ def ask_driver(*words: str, timeout_s: float = 20.0) -> str:
 
 
 def read_gpus(code: int, stdout: str, stderr: str, wanted: list[str] | None) -> GpuFinding:
-    """The GPUs by the answer to `GPU_QUERY`, here or on another machine.
+    """Parse the answer to `GPU_QUERY`, from this or another machine.
 
     Args:
+        code, stdout, stderr: result of nvidia-smi.
         wanted: entries of CUDA_VISIBLE_DEVICES; None: all.
     """
     lines = (stdout.strip() or stderr.strip()).splitlines()
@@ -106,19 +107,19 @@ def read_gpus(code: int, stdout: str, stderr: str, wanted: list[str] | None) -> 
         if len(parts) >= 4:
             memory = parts[-1].removesuffix("MiB").strip()
             size = int(memory) * 2**20 if memory.isdecimal() else None
-            # A name may hold a comma; the other three fields cannot.
+            # A name may contain a comma; the other three fields cannot.
             present.append(LocalGpu(", ".join(parts[1:-2]), parts[-2], size))
     return GpuFinding(tuple(present)) if wanted is None else _select(present, wanted)
 
 
 def _unknown(cause: str) -> GpuFinding:
     return GpuFinding(
-        (), f"{cause}; going on as if there were no GPU. If there is one, check its driver."
+        (), f"{cause}; isles assumes that this machine has no GPU. If it has one, check the driver."
     )
 
 
 def _select(present: list[LocalGpu], wanted: list[str]) -> GpuFinding:
-    # As CUDA reads CUDA_VISIBLE_DEVICES: it stops at the first entry that is not there.
+    # As CUDA reads CUDA_VISIBLE_DEVICES: it stops at the first invalid entry.
     chosen: list[LocalGpu] = []
     for entry in wanted:
         if entry.isdecimal():
@@ -130,8 +131,8 @@ def _select(present: list[LocalGpu], wanted: list[str]) -> GpuFinding:
         if gpu is None:
             return GpuFinding(
                 tuple(chosen),
-                f"CUDA_VISIBLE_DEVICES names {entry}, and this machine has no such GPU "
-                f"({len(present)} there); CUDA ignores it and all after it.",
+                f"CUDA_VISIBLE_DEVICES contains {entry}, which this machine does not have "
+                f"(it has {len(present)}); CUDA ignores this entry and all entries after it.",
             )
         chosen.append(gpu)
     return GpuFinding(tuple(chosen))

@@ -1,8 +1,8 @@
-"""The hub of clusters as a process of this machine: started, found again, and ended.
+"""The DiLoCo hub as a process of this machine: started, found again, and stopped.
 
-`isles hub` starts one for a run file (`start_hub`), `isles train` of several clusters
-one beside them (`open_hub`). A hub goes on with what lies in its state directory: token,
-certificate, port, averages.
+`isles hub` starts a hub for a run file (`start_hub`); `isles train` with several clusters starts
+one too (`open_hub`). A restarted hub continues from its state directory: token, certificate, port,
+averages.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _NEEDED = ("aiohttp", "torch")
 
 @dataclass(frozen=True, slots=True)
 class OpenHub:
-    """A hub that runs, with its state directory; it may have been started just now (`is_new`), and
-    that directory may have been there before (`has_past`)."""
+    """A running hub and its state directory. `is_new`: it was started just now. `has_past`: the
+    directory existed before."""
 
     state: Path
     line: JoinLine
@@ -63,31 +63,31 @@ class OpenHub:
 
     @property
     def join_file(self) -> Path:
-        """The file that holds the join line."""
+        """The file with the join line."""
         return self.state / "join"
 
 
 def start_hub(
     run_file: Path, overrides: Sequence[str], *, public: str, listen: str, is_anew: bool
 ) -> OpenHub:
-    """Start the hub of a run file, or go on with the one that was begun.
+    """Start the hub of a run file, or continue a hub that was started before.
 
     Args:
-        public: HOST:PORT that clusters dial; empty: as `outer.public` says, or none.
-        listen: HOST:PORT; empty: it follows from `public`.
-        is_anew: begin with an empty memory, whatever was.
+        public: HOST:PORT for the clusters; empty: as in `outer.public`, or none.
+        listen: HOST:PORT; empty: derived from `public`.
+        is_anew: start with an empty state.
 
     Raises:
-        UserError: the run file is not of several clusters, or the hub cannot be started.
+        UserError: the run file is not for several clusters, or the hub cannot be started.
     """
     loaded = load_run_file(run_file, overrides)
     outer = _outer_with_hub(loaded)
     public = public or outer.public or ""
     if public and split_address(public, "--public")[1] == 0:
         raise ConfigError(
-            f"{public} has no port that clusters could dial",
+            f"{public} has no port for the clusters",
             where="--public",
-            fix="choose one, such as 29400",
+            fix="add a port, such as 29400",
             id="hub.address",
         )
     place = listen_address(public, listen)
@@ -105,7 +105,7 @@ def start_hub(
 
 
 def _state_directory(loaded: Loaded, *, is_anew: bool) -> Path:
-    # OUTPUT_DIR/NAME-hub-N: the last that there is, or the next one.
+    # OUTPUT_DIR/NAME-hub-N: the last existing folder, or the next one.
     folder = Path(loaded.config.output_dir).expanduser()
     name = f"{loaded.config.name}-hub"
     taken = numbered_runs(folder, name)
@@ -121,36 +121,36 @@ def _state_directory(loaded: Loaded, *, is_anew: bool) -> Path:
 def _outer_with_hub(loaded: Loaded) -> DiLoCoConfig:
     outer, key = loaded.config.diloco, "kind"
     if outer is None or loaded.config.training.script is not None:
-        what = "this run averages with no other cluster: nobody would come"
+        what = "this run does not average with other clusters, so a hub would have no clients"
         fix = "set outer: {kind: diloco}"
     elif outer.engine == "hivemind":
-        key, what = "engine", "with engine hivemind clusters find one another without a hub"
-        fix = "use engine hub; docs/hivemind.md says how hivemind is started"
+        key, what = "engine", "clusters with engine hivemind do not use a hub"
+        fix = "set it to hub, or start hivemind as described in docs/hivemind.md"
     elif outer.engine == "bucket":
-        key, what = "engine", f"with engine bucket clusters meet at {outer.url} without a hub"
-        fix = "use engine hub; docs/bucket.md says how clusters join in a bucket"
+        key, what = "engine", f"clusters with engine bucket meet at {outer.url} without a hub"
+        fix = "set it to hub, or join through the bucket as described in docs/bucket.md"
     elif outer.hub is not None:
-        key, what = "hub", f"the run file says that there is a hub already, at {outer.hub}"
-        fix = "delete it; --public says how this one is reached"
+        key, what = "hub", f"the run file names an existing hub, {outer.hub}"
+        fix = "delete this key; set the address of the new hub with --public"
     else:
         return outer
     raise ConfigError(what, where=loaded.where(f"outer.{key}"), fix=fix)
 
 
 def hub_process(state: Path) -> ProcessId | None:
-    """The process that has a state directory; None where none does on this machine."""
+    """The hub process of a state directory; None if it is not running on this machine."""
     process = ProcessId.from_record(read_record(state / "process.json") or {})
     return process if process is not None and process.is_here() and process.is_alive() else None
 
 
 def running_settings(state: Path, name: str) -> dict[str, Any] | None:
-    """The settings of the hub that runs with a state directory; None: none runs.
+    """The settings of the running hub of a state directory; None: it is not running.
 
     Args:
-        name: what a user types for the run.
+        name: name of the run, as a user types it.
 
     Raises:
-        UserError: its record is damaged.
+        UserError: the hub's record is damaged.
     """
     if hub_process(state) is None:
         return None
@@ -158,9 +158,9 @@ def running_settings(state: Path, name: str) -> dict[str, Any] | None:
     settings = (read_record(file) or {}).get("settings")
     if not isinstance(settings, dict):
         raise UserError(
-            f"the record of the hub has no settings, but {ascii(settings)[:60]}",
+            f"the settings in the hub's record are invalid: {ascii(settings)[:60]}",
             where=str(file),
-            fix=f"stop all with `isles stop {name}`, and start again",
+            fix=f"stop the run with `isles stop {name}`, and start it again",
         )
     return settings
 
@@ -175,14 +175,15 @@ def open_hub(
     run_file: str = "",
     until_finished: bool = False,
 ) -> tuple[JoinLine, bool]:
-    """Start the hub of a state directory, in a session of its own; or find it running.
+    """Start the hub of a state directory, in a separate session, or find it running.
 
     Args:
-        settings: rules of the run (`DiLoCoConfig.hub_settings`).
-        listen: HOST:PORT; port 0: the one of last time, or any.
-        announce: HOST or HOST:PORT that clusters dial, if it is another.
-        run_file: text that clusters elsewhere are given to take part by; empty: none.
-        until_finished: it ends by itself once all clusters have finished and left.
+        run: name of the run.
+        settings: settings of the run (`DiLoCoConfig.hub_settings`).
+        listen: HOST:PORT; port 0: the last port, or any.
+        announce: HOST or HOST:PORT for the clusters, if it differs from `listen`.
+        run_file: text for clusters of other sites that join; empty: none.
+        until_finished: stop when all clusters have finished and left.
 
     Returns:
         The join line, and whether the hub was started just now.
@@ -200,16 +201,17 @@ def open_hub(
         if not other:
             return JoinLine.read(state / "join"), False
         raise ConfigError(
-            f"the hub runs already (pid {process.pid}), with another {' and another '.join(other)}",
+            f"the hub is running already (pid {process.pid}) with a different "
+            f"value of {', '.join(other)}",
             where=str(state / "process.json"),
-            fix="type it as before; or stop that one first (clusters go on training, and come back "
-            "to it)",
+            fix="use the same values, or stop that hub first (clusters continue to train, and "
+            "reconnect to the new hub)",
         )
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         raise MissingDependencyError(
             f"the hub needs packages that are not installed: {', '.join(missing)}",
             where=sys.executable,
-            fix="pip install 'isles[train]', or in a clone pip install -e '.[train]'",
+            fix="run pip install 'isles[train]', or in a clone pip install -e '.[train]'",
         )
     with clear_errors(state):
         state.parent.mkdir(parents=True, exist_ok=True)
@@ -227,10 +229,10 @@ def open_hub(
 
 
 def reopen_hub(state: Path) -> bool:
-    """Start a hub that has died as it was started last; False where it runs, or never did here.
+    """Restart a hub that has died, with its last settings; False if it runs, or never ran here.
 
     Raises:
-        UserError: it ends again at once.
+        UserError: it stops again immediately.
     """
     record = read_own(state / "process.json")
     if record is None or hub_process(state) is not None or "command" not in record:
@@ -240,7 +242,7 @@ def reopen_hub(state: Path) -> bool:
 
 
 def _launch(state: Path, record: Mapping[str, Any]) -> None:
-    # Start it, and wait until it listens: until the join line is written anew.
+    # Start it, and wait until it listens: it writes the join line again then.
     log, join = state / "hub.log", state / "join"
     begin, before = log.stat().st_size if log.exists() else 0, _changed_at(join)
     with clear_errors(state):
@@ -263,11 +265,11 @@ def _not_opened(log: Path, begin: int, code: int | None) -> PreflightError:
         text = stream.read()[-_TAIL_BYTES:].strip()
     _, found, error = text.rpartition("error: ")
     what, _, fix = (error if found else text).partition("\n  fix: ")
-    why = "has not begun within 60 s" if code is None else f"has ended with exit code {code}"
+    why = "did not start within 60 s" if code is None else f"exited with code {code}"
     return PreflightError(
-        what if found and code is not None else f"the hub {why}: {what or 'not a word'}",
+        what if found and code is not None else f"the hub {why}: {what or 'no output'}",
         where="" if found else str(log),
-        fix=fix or "mend what it says",
+        fix=fix or "fix the error above",
         id="hub.ended",
     )
 
@@ -280,11 +282,11 @@ def _changed_at(path: Path) -> float:
 
 
 def local_line(state: Path) -> JoinLine:
-    """The join line of a hub on this machine, with the address by which this machine itself reaches
-    it: routers seldom bring one's own public address back.
+    """The join line of a hub on this machine, with an address that this machine itself can use:
+    routers seldom route one's own public address back.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no join line.
     """
     line = JoinLine.read(state / "join")
     record = read_any(state / "process.json") or Record()
@@ -299,7 +301,7 @@ def local_line(state: Path) -> JoinLine:
 
 
 def end_hub(state: Path) -> bool:
-    """End the hub of a state directory, whose memory is kept; False where there was none."""
+    """Stop the hub of a state directory, and keep its state; False if it was not running."""
     process = hub_process(state)
     if process is None:
         return False
@@ -310,20 +312,20 @@ def end_hub(state: Path) -> bool:
             child.wait(timeout=_END_S)
         except psutil.TimeoutExpired:
             kill_now(process)
-            with suppress(psutil.TimeoutExpired):  # in the kernel, on a disk that hangs
+            with suppress(psutil.TimeoutExpired):  # it hangs in the kernel, on a disk
                 child.wait(timeout=_END_S)
     return True
 
 
 def listen_address(public: str, listen: str) -> str:
-    """Where a hub on this machine listens, so that clusters reach it.
+    """Address on which a hub on this machine must listen for its clusters.
 
     Args:
-        public: HOST:PORT that clusters dial; empty: clusters of this machine only.
-        listen: HOST:PORT as the user says it; empty: it follows from `public`.
+        public: HOST:PORT for the clusters; empty: only clusters of this machine.
+        listen: HOST:PORT from the user; empty: derived from `public`.
 
     Raises:
-        ConfigError: nobody would reach it.
+        ConfigError: clusters could not connect to the address.
     """
     if not listen:
         if not public:
@@ -339,26 +341,26 @@ def listen_address(public: str, listen: str) -> str:
     host, _ = split_address(listen, "--listen")
     if host in EVERYWHERE and not public:
         raise ConfigError(
-            f"{host} stands for all addresses of this machine, and none that clusters could dial",
+            f"{host} means all addresses of this machine, so clusters cannot connect to it",
             where="--listen",
-            fix="say by which one they reach it: --public HOST:PORT",
+            fix="pass the address for the clusters, --public HOST:PORT",
             id="hub.address",
         )
     return listen
 
 
 def split_address(text: str, where: str) -> tuple[str, int]:
-    """The host and the port of HOST:PORT.
+    """Split HOST:PORT into host and port.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is not HOST:PORT.
     """
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) >= 1 << 16:
         raise ConfigError(
-            f"{text!r} is no address",
+            f"{text!r} is not a valid address",
             where=where,
-            fix="write HOST:PORT, as hub.example.org:29400",
+            fix="write HOST:PORT, such as hub.example.org:29400",
             id="hub.address",
         )
     return host.strip("[]"), int(port)

@@ -1,7 +1,8 @@
-"""What a run file takes from the Hugging Face hub, and whether this machine can read it there.
+"""Models and datasets of a run file on the Hugging Face Hub, and whether this machine can read
+them.
 
-`isles check` asks on every machine. A start asks once for what is not here yet, before there are
-ranks: each of them would try for a minute.
+`isles check` queries on every machine. A start queries once for missing files, before the ranks
+start: each rank would retry for a minute.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from isles.run.env import datasets_cache, hub_cache, inherited
 _REQUEST_S = 5.0
 
 _ANSWER_S = 30
-"""Longest wait of a start for the hub; the library itself may come from a slow disk."""
+"""Longest wait of a start for the Hugging Face Hub; the library itself may be on a slow disk."""
 
 
 def huggingface_repos(config: RunConfig) -> dict[tuple[str, str], str]:
-    """What may have to come from the hub: kind (model or dataset) and id -> the key that names it.
+    """Repositories that the run may download: kind (model or dataset) and id -> the key with its
+    name.
 
-    A run file of a script has stand-ins for both, which are not there.
+    For a run file of a script these keys have placeholders, which do not exist.
     """
 
     def is_elsewhere(name: str) -> bool:
@@ -49,16 +51,16 @@ def huggingface_repos(config: RunConfig) -> dict[tuple[str, str], str]:
 
 
 def huggingface_issues(loaded: Loaded) -> list[ConfigError]:
-    """What a run lacks on this machine and cannot have from the hub.
+    """Models and datasets that a run lacks on this machine and cannot download.
 
-    An error of the hub itself is no issue: ranks try again.
+    An error of the Hugging Face Hub itself is not an issue: ranks retry.
     """
     keys = huggingface_repos(loaded.config)
     environ = {**inherited(), **loaded.config.clusters[0].environment.variables}
     wanted = [(kind, name) for kind, name in keys if not _is_cached(kind, name, environ)]
     if not wanted:
         return []
-    # A process of its own: the library reads the variables of the ranks once, when it is imported.
+    # A separate process: the library reads the ranks' environment variables once, on import.
     words = [f"{kind}={name}" for kind, name in wanted]
     try:
         done = subprocess.run(
@@ -70,11 +72,11 @@ def huggingface_issues(loaded: Loaded) -> list[ConfigError]:
             check=False,
         )
         answers = json.loads(done.stdout or "[]")
-    except subprocess.TimeoutExpired:  # no time limit of a request ends the wait for a name server
+    except subprocess.TimeoutExpired:  # request timeouts do not cover the wait for a name server
         answer = f"no answer within {_ANSWER_S} s"
         answers = [_row(kind, name, answer, "unreachable") for kind, name in wanted]
     except (OSError, ValueError):
-        return []  # the rank that reads it says more
+        return []  # the rank that reads it reports more
     issues = []
     for row in answers:
         if row["state"] not in ("ok", "cached", "unknown", "failing"):
@@ -85,19 +87,19 @@ def huggingface_issues(loaded: Loaded) -> list[ConfigError]:
 
 
 def ask_huggingface(repos: Iterable[Sequence[str]]) -> list[dict[str, str]]:
-    """Whether this machine can read repositories of the hub.
+    """Whether this machine can read repositories of the Hugging Face Hub.
 
     Args:
         repos: pairs of kind (model or dataset) and id.
 
     Returns:
         For each its kind and name, a state (ok, cached, licence, missing, unreachable, failing,
-        offline, unknown), what the hub said, and the page to visit.
+        offline, unknown), the answer of the Hugging Face Hub, and the page to visit.
     """
     answers: list[dict[str, str]] = []
     silent = ""
     for kind, name in repos:
-        # Where one cannot be asked for, the next would only cost the same time again.
+        # If a query fails, the next query would only cost the same time again.
         state, answer = ("unreachable", silent) if silent else _ask(kind, name)
         silent = answer if state == "unreachable" else ""
         row = _row(kind, name, answer, state)
@@ -109,7 +111,7 @@ def ask_huggingface(repos: Iterable[Sequence[str]]) -> list[dict[str, str]]:
 
 
 def huggingface_issue(row: dict[str, str]) -> tuple[str, str, str]:
-    """The id, what is wrong and what to do, for an answer of `ask_huggingface` that is not `ok`."""
+    """The id, the problem and the fix, for an answer of `ask_huggingface` that is not `ok`."""
     fetch = f"hf download {row['name']}" + " --repo-type dataset" * (row["kind"] == "dataset")
     values = {**row, "what": f"{row['kind']} {row['name']}", "fetch": fetch}
     id, what, fix = _WORDS.get(row["state"], _WORDS["unreachable"])
@@ -119,35 +121,36 @@ def huggingface_issue(row: dict[str, str]) -> tuple[str, str, str]:
 _WORDS = {
     "licence": (
         "hub.licence",
-        "{what} needs a licence that this account has not accepted ({answer})",
-        "visit https://{page}, accept it, and log in there: hf auth login",
+        "{what} requires a license that this account has not accepted ({answer})",
+        "visit https://{page}, accept the license, and log in on this machine with hf auth login",
     ),
     "missing": (
         "hub.access",
-        "Hugging Face knows no {what}, or it is private ({answer})",
-        "correct the name; a folder is written with ./ before it; for a private one: hf auth login",
+        "{what} does not exist on Hugging Face, or is private ({answer})",
+        "correct the name; write ./ before the name of a folder; for a private one, run hf auth "
+        "login",
     ),
     "offline": (
         "hub.access",
-        "{what} is not here, and {answer}",
-        "unset HF_HUB_OFFLINE, or fetch it before: {fetch}",
+        "{what} is not on this machine, and {answer}",
+        "unset HF_HUB_OFFLINE, or download it first with {fetch}",
     ),
     "unknown": (
         "hub.access",
-        "{what} was not asked for: {answer}",
-        "isles setup run.yaml installs what training needs",
+        "could not query {what}: {answer}",
+        "run isles setup run.yaml, which installs the packages for training",
     ),
     "failing": (
         "hub.access",
-        "Hugging Face answers with an error for {what}: {answer}",
-        "try again in a while, or fetch it elsewhere: {fetch}",
+        "Hugging Face returned an error for {what}: {answer}",
+        "try again later, or download it on another machine with {fetch}",
     ),
     "unreachable": (
         "hub.access",
-        "Hugging Face cannot be reached for {what}: {answer}",
-        "a folder or file is written with ./ before it; else set a proxy (HTTPS_PROXY in "
-        "clusters[0].environment.variables), or fetch it where there is one, {fetch}, and copy the "
-        "cache",
+        "cannot reach Hugging Face for {what}: {answer}",
+        "write ./ before the name of a folder or file; otherwise set a proxy (HTTPS_PROXY in "
+        "clusters.0.environment.variables), or run {fetch} on a machine with internet access and "
+        "copy the cache",
     ),
 }
 
@@ -166,7 +169,7 @@ def _ask(kind: str, name: str) -> tuple[str, str]:
         return "unknown", "the package huggingface_hub is missing"
     file = "config.json" if kind == "model" else "README.md"
     states = {
-        EntryNotFoundError: "ok",  # the repository answers
+        EntryNotFoundError: "ok",  # the repository exists
         GatedRepoError: "licence",
         RepositoryNotFoundError: "missing",
         OfflineModeIsEnabled: "offline",
@@ -174,7 +177,7 @@ def _ask(kind: str, name: str) -> tuple[str, str]:
     }
     try:
         get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=_REQUEST_S)
-    except Exception as error:  # a library's many errors: no network, proxy, TLS, time
+    except Exception as error:  # the library raises many errors: network, proxy, TLS, timeouts
         state = next((states[known] for known in states if isinstance(error, known)), "")
         if state in ("ok", "offline"):
             return state, "HF_HUB_OFFLINE is set" if state == "offline" else ""
@@ -189,7 +192,7 @@ def _row(kind: str, name: str, answer: str, state: str) -> dict[str, str]:
 
 
 def _is_cached(kind: str, name: str, environ: dict[str, str]) -> bool:
-    # huggingface_hub has it from before, or the datasets library has prepared it.
+    # Cached by huggingface_hub, or prepared by the datasets library.
     folder = hub_cache(environ) / f"{kind}s--{name.replace('/', '--')}" / "snapshots"
     if folder.is_dir() and any(folder.iterdir()):
         return True
@@ -202,7 +205,7 @@ def _is_cached(kind: str, name: str, environ: dict[str, str]) -> bool:
 
 
 def _plain(name: str) -> str:
-    # The datasets library makes owner___my_name of OWNER/MyName.
+    # The datasets library turns OWNER/MyName into owner___my_name.
     return name.replace("/", "").replace("_", "").lower()
 
 

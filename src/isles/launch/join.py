@@ -1,7 +1,7 @@
-"""A cluster that joins a run which others have begun: their run file, with this site's own parts.
+"""A cluster that joins a run of other people: their run file, with this site's own parts.
 
-What comes from elsewhere is read as a run file and nothing else: it cannot run code, choose where
-this machine writes, or name paths outside the folder in which the run is started.
+Text from the hub is read as a run file and nothing else: it cannot run code, choose where this
+machine writes, or use paths outside the folder in which the run is started.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from isles.run.remote import RemoteRun, list_remotes
 _ASK_S = 20.0
 _LONGEST = 200
 _MOST_LETTERS = 2**20
-"""Limit for a run file from elsewhere. People write run files of some thousand letters."""
+"""Limit for a run file from a hub, in characters. Run files of people have a few thousand."""
 
 
 @dataclass(frozen=True, slots=True)
 class Joiner:
-    """What this site says of itself.
+    """Settings of the site that joins.
 
     Args:
-        run_file: its own, of which `clusters` is enough; None: there is none.
+        run_file: the site's own run file, which needs only `clusters`; None: there is no file.
         overrides: values of the command line; `launcher.partition=gpu` means this site's cluster.
-        name: of the cluster; empty: as the run file says, or this machine's name.
-        launcher: kind of launcher; empty: as the run file says, or local.
+        name: name of the cluster; empty: as in the run file, or this machine's name.
+        launcher: kind of launcher; empty: as in the run file, or local.
     """
 
     run_file: Path | None = None
@@ -55,23 +55,26 @@ class Joiner:
 
 
 def read_join_line(given: str) -> JoinLine:
-    """The join line that a command was given: itself, `-` for stdin, or a file that holds it.
+    """The join line from a command's argument: the line itself, `-` for stdin, or a file with the
+    line.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the argument is none of these.
     """
     if given == "-":
         is_typed = sys.stdin.isatty()
-        text = getpass("join line (it is not shown): ") if is_typed else sys.stdin.readline()
+        text = (
+            getpass("join line (not shown while you type): ") if is_typed else sys.stdin.readline()
+        )
         return JoinLine.parse(text, where="stdin")
     if "#" in given or given.startswith("isles:"):
         return JoinLine.parse(given)
     path = Path(given).expanduser()
     if not path.exists():
         raise ConfigError(
-            f"{given} is no join line, and there is no such file",
+            f"{given} is neither a join line nor an existing file",
             where="isles join",
-            fix="name the file that `isles hub` has written, or type - and paste the line",
+            fix="pass the file that `isles hub` has written, or pass - and paste the line",
             id="join.line",
         )
     return JoinLine.given(path)
@@ -81,8 +84,7 @@ def joining_run(line: JoinLine, joiner: Joiner, warn: Callable[[str], object] = 
     """The run of this site's cluster, as `isles train` starts it.
 
     Raises:
-        UserError: the hub cannot be asked, or what it says does not go together with what
-            this site has.
+        UserError: the hub cannot be queried, or its run file conflicts with this site's settings.
     """
     name = f"{line.run}@{line.address}"
     theirs = _theirs(line, name)
@@ -98,9 +100,9 @@ def joining_run(line: JoinLine, joiner: Joiner, warn: Callable[[str], object] = 
     loaded = load_run_file(path, overrides, text=text, base=Base(document.value, name))
     issues = [
         ConfigError(
-            f"{_shown(change.new)} here, and {_shown(change.old)} in the run that it would join",
+            f"{_shown(change.new)} on this site, but {_shown(change.old)} in the run to join",
             where=loaded.where(change.key),
-            fix="leave it out: the run's own value is taken then",
+            fix="delete this value, so that the run's own value is used",
             id="join.unlike",
         )
         for change in unlike(theirs.config, loaded.config)
@@ -113,15 +115,17 @@ def joining_run(line: JoinLine, joiner: Joiner, warn: Callable[[str], object] = 
     ]
     if theirs_read:
         warn(
-            f"the run file of {line.run} chooses {', '.join(theirs_read)}, which isles reads in "
+            f"the run file of {line.run} sets {', '.join(theirs_read)}, which isles reads in "
             "the current folder or with this machine's Hugging Face account"
         )
     kind = loaded.config.clusters[index].launcher.kind
     if joiner.launcher and kind != joiner.launcher:
         where = loaded.where(f"clusters.{index}.launcher.kind")
-        fix = "leave --on out, or leave the cluster out of the run file"
+        fix = "omit --on, or remove the cluster from the run file"
         issues.append(
-            ConfigError(f"--on {joiner.launcher}, and {own} has {kind}", where=where, fix=fix)
+            ConfigError(
+                f"--on is {joiner.launcher}, but {own} has launcher {kind}", where=where, fix=fix
+            )
         )
     if issues:
         raise ConfigErrors(issues)
@@ -135,7 +139,7 @@ def _warn(
 ) -> None:
     # Before the cluster waits for hours in a queue. The hub may answer anything.
     if answer.get("is_over") is True:
-        warn(f"all clusters of {line.run} have finished: there may be nothing left to train")
+        warn(f"all clusters of {line.run} have finished, so there may be nothing left to train")
     members = answer.get("members")
     living = [
         each.get("name")
@@ -144,18 +148,18 @@ def _warn(
     ]
     if own in living and not _has_run(mine.config):
         raise PreflightError(
-            f"a cluster called {own} takes part already, and two of one name cannot",
+            f"a cluster named {own} is already part of the run, and names must be unique",
             where=str(line),
-            fix="type --name and another name; a cluster that was killed is dropped within "
-            "seconds, then type this again",
+            fix="choose another name with --name. If this cluster was killed, it is dropped "
+            "within seconds; then run the command again",
             id="join.unlike",
         )
 
 
 def _has_run(config: RunConfig) -> bool:
-    # Whether this user has started the cluster from here. Its run may be in the workdir of a queue
-    # or on another machine. The hub's run file may name the folder; if nobody can list it, the
-    # start says so.
+    # Whether this user has started the cluster on this machine. Its run may be in the workdir of a
+    # queue or on another machine. The hub's run file may name the folder. If the folder cannot be
+    # listed, the start reports it.
     found: list[RunDir | RemoteRun] = []
     for folder in (config.output_dir, f"{config.clusters[0].workdir or '.'}/{config.output_dir}"):
         with suppress(OSError, RuntimeError):
@@ -168,37 +172,38 @@ def _has_run(config: RunConfig) -> bool:
 def _theirs(line: JoinLine, name: str) -> Loaded:
     text = ask_hub(line, "/v1/run-file", _ASK_S).get("text")
     if not isinstance(text, str) or len(text) > _MOST_LETTERS:
-        found_is = "no text" if not isinstance(text, str) else f"{len(text):,} letters long"
+        found_is = "not a text" if not isinstance(text, str) else f"{len(text):,} characters long"
         raise PreflightError(
-            f"the run file that the hub gives is {found_is}; isles reads {_MOST_LETTERS:,} letters "
-            "at most",
+            f"the run file from the hub is {found_is}; isles reads at most {_MOST_LETTERS:,} "
+            "characters",
             where=str(line),
-            fix="install the same version of isles there and here; if it is, do not trust the hub",
+            fix="install the same version of isles on both machines; if the versions are equal, do "
+            "not trust the hub",
             id="version.isles",
         )
     try:
         found = load_run_file(Path(name), text=text)
     except (ConfigError, ConfigErrors) as error:
         raise PreflightError(
-            f"the hub gives a run file that isles {__version__} does not take:\n"
+            f"isles {__version__} does not accept the run file from the hub:\n"
             + printable(str(error)),
             where=str(line),
-            fix="install the same version of isles there and here",
+            fix="install the same version of isles on both machines",
             id="version.isles",
         ) from None
     if found.config.diloco is None or found.config.training.script is not None:
         raise PreflightError(
-            "the hub gives a run file that is not of several clusters",
+            "the run file from the hub is not for several clusters",
             where=str(line),
-            fix="start it with a run file that has outer: {kind: diloco}",
+            fix="start the hub with a run file that has outer: {kind: diloco}",
         )
     outer = found.config.diloco
     if outer.engine != "hub" or outer.url is not None or outer.hivemind is not None:
         raise PreflightError(
-            f"the run file of the hub names another meeting place (outer.engine: {outer.engine}, "
+            f"the run file from the hub sets another meeting place (outer.engine: {outer.engine}, "
             "outer.url or outer.hivemind), and this machine would write there",
             where=str(line),
-            fix="clusters that join through a join line meet at its hub: the owner of the hub "
+            fix="clusters that join through a join line meet at its hub, so the owner of the hub "
             "must start it with outer.engine: hub",
             id="join.trust",
         )
@@ -215,7 +220,7 @@ def _own_text(joiner: Joiner) -> tuple[str, Path]:
 
 
 def _cluster_names(text: str, path: Path) -> list[str]:
-    # At least one; empty where it has none.
+    # At least one entry; empty if it has no name.
     value = scan_yaml(text, str(path))[0].value
     clusters = value.get("clusters") if isinstance(value, dict) else None
     if not isinstance(clusters, list) or not clusters:
@@ -229,11 +234,11 @@ def _index(names: list[str], joiner: Joiner, path: Path) -> int:
     if len(names) == 1 and (not joiner.name or not names[0]):
         return 0
     raise ConfigError(
-        f"the run file has no cluster {joiner.name}"
+        f"the run file has no cluster named {joiner.name}"
         if joiner.name
-        else "which cluster is this site?",
+        else "the run file has several clusters, and it is unknown which one is this site",
         where=f"{path} clusters",
-        fix=f"say --name with one of {', '.join(name or '(no name)' for name in names)}",
+        fix=f"pass --name with one of {', '.join(name or '(no name)' for name in names)}",
     )
 
 
@@ -246,7 +251,7 @@ def _of_cluster(override: str, index: int) -> str:
 
 
 def _untrusted(loaded: Loaded, name: str) -> list[ConfigError]:
-    # Values from elsewhere that count only where the user has typed them.
+    # Values from the hub that are accepted only if the user has typed them too.
     issues: list[ConfigError] = []
     for key, origin in loaded.origins.items():
         if origin != name:
@@ -255,18 +260,18 @@ def _untrusted(loaded: Loaded, name: str) -> list[ConfigError]:
         if leads_outside(key, value) or (is_place(key) and _leaves_folder(str(value))):
             issues.append(
                 ConfigError(
-                    f"the others have {_shown(value)}, a path or an address of their site"
+                    f"the run to join has {_shown(value)}, a path or an address of another site"
                     if leads_outside(key, value)
-                    else f"the others have {_shown(value)}, which leads out of this folder here",
+                    else f"the run to join has {_shown(value)}, which leads out of this folder",
                     where=f"{name} {key}",
-                    fix=f"give the path on this machine, with the same content: {key}=PATH",
+                    fix=f"pass the path of the same content on this machine, {key}=PATH",
                     id="join.trust",
                 )
             )
         if key == "model.trust_remote_code" and value is True:
             issues.append(
                 ConfigError(
-                    "the model comes with Python code, which the others have let run",
+                    "the model contains Python code, which the run to join allows",
                     where=f"{name} {key}",
                     fix="read that code; if you trust it, add model.trust_remote_code=true",
                     id="join.trust",
@@ -276,12 +281,12 @@ def _untrusted(loaded: Loaded, name: str) -> list[ConfigError]:
 
 
 def _leaves_folder(name: str) -> bool:
-    # Over a link of this folder: whoever chose the name cannot make one, but may hope for one.
+    # A path through a link in this folder: the sender cannot create a link, but may guess one.
     here = Path.cwd().resolve()
     try:
         files = [Path(name), *named_files(name)]
         return not all(file.resolve().is_relative_to(here) for file in files)
-    except (OSError, RuntimeError, DataError):  # such as a circle of links
+    except (OSError, RuntimeError, DataError):  # such as a loop of links
         return True
 
 

@@ -1,4 +1,4 @@
-"""The launcher local: the run on this machine, in a session of its own."""
+"""The launcher local: the run on this machine, in a separate session."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ from isles.run.state import attempt_state
 
 
 def start_local(loaded: Loaded, options: StartOptions) -> Started | str:
-    """Start a run on this machine, or say what would be done; see `isles.launch.start.start`.
+    """Start a run on this machine, or describe the start; see `isles.launch.start.start`.
 
     Raises:
-        UserError: the run cannot be begun, or the machine cannot start it.
+        UserError: the run cannot be started, or the machine cannot start a process.
     """
     resolved = resolve_here(loaded, options.warn, needs_data=True)
     num_nodes = resolved.config.clusters[0].max_nodes
@@ -58,7 +58,9 @@ def start_local(loaded: Loaded, options: StartOptions) -> Started | str:
         note = begun.note or f"this would be a new run: {begun.run_dir.name}"
         shown = dict(added)
         if options.cluster and (threads := inherited().get("OMP_NUM_THREADS")):
-            shown["OMP_NUM_THREADS"] = threads  # of the clusters here, each has its share of cores
+            shown["OMP_NUM_THREADS"] = (
+                threads  # each cluster on this machine has a share of the cores
+            )
         words = [*(["env"] if shown else []), *(f"{key}={value}" for key, value in shown.items())]
         words += agent_command(begun.run_dir, next_attempt(begun.run_dir))
         if container is not None:
@@ -66,7 +68,7 @@ def start_local(loaded: Loaded, options: StartOptions) -> Started | str:
                 Container.of(container), ["-m", "isles.agent", words[-3], *words[-2:]], [Path.cwd()]
             )
             note += f"\nthe agent enters its container:\n\n{shlex.join(found.words)}\n"
-        note += f"\n{ranks}; the command that would start them:\n\n{shlex.join(words)}"
+        note += f"\n{ranks} would be started by\n\n{shlex.join(words)}"
         if not options.cluster and (outer := resolved.config.diloco) is not None:
             note += f"\n\n{_meeting_text(outer, options)}"
         return f"{show(resolved).rstrip()}\n\n{note}"
@@ -99,7 +101,7 @@ def start_local(loaded: Loaded, options: StartOptions) -> Started | str:
 
 
 def _meeting_text(outer: DiLoCoConfig, options: StartOptions) -> str:
-    # Of a run file with outer steps and one cluster.
+    # For a run file with outer steps and one cluster.
     if outer.url is not None:
         return f"the cluster would meet others at {outer.url}"
     if outer.engine == "hivemind":
@@ -107,13 +109,13 @@ def _meeting_text(outer: DiLoCoConfig, options: StartOptions) -> str:
     if options.join or outer.hub is not None:
         return "the cluster would join its hub"
     return (
-        "the cluster would average alone: it has no hub. `isles hub` with this run file opens one, "
-        "and `isles join` takes part in one"
+        "the cluster would average alone, because it has no hub. Start a hub with `isles hub` and "
+        "this run file; other clusters join it with `isles join`"
     )
 
 
 def local_fleet(resolved: Resolved, resume_from: Path | None) -> Fleet:
-    """The nodes of a run on this machine: each is an agent of its own."""
+    """The nodes of a run on this machine, with an agent for each."""
     host, num_nodes = os.uname().nodename, resolved.config.clusters[0].max_nodes
     nproc = resolved.world_size // num_nodes
     nodes = [FleetNode(node, host, None, "127.0.0.1", nproc) for node in range(num_nodes)]
@@ -121,9 +123,9 @@ def local_fleet(resolved: Resolved, resume_from: Path | None) -> Fleet:
 
 
 def added_variables(resolved: Resolved, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Variables that are added to the environment of the agent; `environ`: this process' own."""
+    """Variables added to the environment of the agent; `environ`: this process' own."""
     variables = dict(resolved.config.clusters[0].environment.variables)
-    # gloo and NCCL on the loopback: no port is open to the network.
+    # gloo and NCCL use the loopback interface, so no port is open to the network.
     interfaces = psutil.net_if_addrs().items()
     loopback = (n for n, found in interfaces if any(a.address == "127.0.0.1" for a in found))
     defaults = rank_defaults(
@@ -144,12 +146,12 @@ def start_agent(
     device: str,
     resumed_from: Path | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start the agent of an attempt in a session of its own, so that the run outlives the terminal,
-    and record it; its output goes to the attempt's agent.log.
+    """Start the agent of an attempt in a separate session, so that the run outlives the terminal,
+    and record it. Its output goes to the attempt's agent.log.
 
     Args:
-        added: to the environment.
-        resumed_from: the checkpoint that was asked for by name.
+        added: variables added to the environment.
+        resumed_from: the checkpoint that the user chose.
 
     Raises:
         UserError: the machine cannot start a process.
@@ -170,10 +172,10 @@ def start_agent(
 def place_here(
     run_dir: RunDir, attempt: Attempt, fleet: Fleet, node: int
 ) -> subprocess.Popen[bytes]:
-    """Start the agent of a node that is a process of this machine, in a session of its own.
+    """Start the agent of a node that is a process of this machine, in a separate session.
 
     Raises:
-        UserError: there are not enough GPUs for one more node.
+        UserError: there are not enough GPUs for another node.
     """
     environ = inherited()
     if fleet.device == "cuda":
@@ -181,7 +183,7 @@ def place_here(
     command = (*agent_command(run_dir, attempt), "--node", str(node))
     with attempt.node_log(node).open("ab") as log:
         child = start_detached(command, environ, log, attempt.path)
-    # Until the agent has connected, whoever looks for missing nodes finds it here.
+    # Until the agent has connected, searches for missing nodes find it through this record.
     write_record(attempt.node_record(node), ProcessId.of(child.pid).record(), durable=False)
     return child
 
@@ -199,22 +201,22 @@ def _own_gpus(fleet: Fleet, node: int) -> list[str]:
     mine = visible[last - nproc : last]
     if len(mine) < nproc:
         raise UserError(
-            f"node {node} needs {nproc} GPUs of its own, {len(mine)} are left",
+            f"node {node} needs {nproc} GPUs, but only {len(mine)} are left",
             where=f"host {os.uname().nodename}, CUDA_VISIBLE_DEVICES={','.join(visible)}",
-            fix="make all GPUs of the run visible, or lower clusters[0].nodes",
+            fix="make all GPUs of the run visible, or lower clusters.0.nodes",
             id="gpu.count",
         )
     return mine
 
 
 def _join_running(resolved: Resolved, options: StartOptions) -> Started | None:
-    # Bring the missing nodes back to a run that goes on with fewer than it may have.
+    # Start the missing nodes of a run that continues with fewer nodes than its maximum.
     if options.resume != "auto" or resolved.config.clusters[0].max_nodes == 1:
         return None
     folder, name = Path(resolved.config.output_dir).expanduser(), resolved.config.name
     if not own_runs(folder, name):
         return None
-    # Two starts at one instant would bring the same node twice.
+    # Two starts at the same time would start the same node twice.
     with claimed(folder, name):
         return _bring_missing(own_runs(folder, name), options)
 
@@ -236,7 +238,7 @@ def _bring_missing(runs: Sequence[RunDir], options: StartOptions) -> Started | N
         place_here(run_dir, attempt, fleet, node)
     num_nodes = len(fleet.nodes)
     options.print_line(
-        f"{run_dir.name} is running with {num_nodes - len(missing)} of {num_nodes} nodes: "
-        f"bringing back node {', '.join(map(str, missing))}"
+        f"{run_dir.name} is running with {num_nodes - len(missing)} of {num_nodes} nodes; "
+        f"starting node {', '.join(map(str, missing))} again"
     )
     return Started(run_dir, attempt, state.process)

@@ -1,7 +1,7 @@
-"""The launcher manual: prints the agent's command for each node, for a person to type there.
+"""The launcher manual: prints the agent's command for each node, for a person to run there.
 
-The first node's agent coordinates the run; each of the others needs only its address and the token:
-it gets the run's files from there.
+The first node's agent coordinates the run. The other nodes need only its address and the token:
+they get the run's files from there.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from isles.run.paths import RunDir
 def start_manual(
     loaded: Loaded, launcher: ManualLauncherConfig, options: StartOptions
 ) -> Started | str:
-    """Make the run directory, and say what is to be typed; nothing runs before it is.
+    """Make the run directory, and print the commands; nothing runs until they are typed.
 
     Raises:
         ConfigErrors: every issue in the run file.
-        UserError: this is not the first host, or the run cannot be begun.
+        UserError: this is not the first host, or the run cannot be started.
     """
     cluster = loaded.config.clusters[0]
     addresses = [_address(loaded, launcher, index) for index in range(len(launcher.hosts))]
@@ -82,7 +82,7 @@ def start_manual(
 
 
 def node_environ(run_dir: RunDir, fleet: Fleet, node: int) -> dict[str, str]:
-    """The environment of the processes of a node that is started by hand."""
+    """The environment of the processes of a manually started node."""
     text = run_dir.resolved.read_text(encoding="utf-8")
     cluster = load_resolved(text).config.clusters[0]
     place = fleet.nodes[node]
@@ -99,16 +99,16 @@ def _address(loaded: Loaded, launcher: ManualLauncherConfig, index: int) -> str:
         address = socket.gethostbyname(host)
     except (OSError, UnicodeError):  # the latter: a..b
         raise ConfigError(
-            f"no IPv4 address is known for {host}",
+            f"no IPv4 address found for {host}",
             where=where,
-            fix="write it in numbers",
+            fix="write its IPv4 address instead of the name",
             id="net.names",
         ) from None
     if address.startswith("127.") and len(launcher.hosts) > 1:
         raise ConfigError(
-            f"{host} is {address} on this machine, which no other host can reach",
+            f"{host} has the address {address} on this machine, which other hosts cannot reach",
             where=where,
-            fix="write the address that the others know, such as 192.168.1.100",
+            fix="write an address that the other hosts can reach, such as 192.168.1.100",
             id="net.names",
         )
     return address
@@ -120,10 +120,10 @@ def _require_here(loaded: Loaded, host: str, address: str) -> None:
         return
     here = sorted(place for place in own if "." in place and not place.startswith("127."))
     raise PreflightError(
-        f"the first host is {host}, and this machine is {' or '.join(here) or 'not on a network'}",
+        f"the first host is {host}, but this machine is {' or '.join(here) or 'not on a network'}",
         where=loaded.where("clusters.0.launcher.hosts"),
-        fix=f"type it on {host}, which keeps the run directory; or begin the list with this "
-        "machine; or use launcher: {kind: ssh}, which starts from anywhere",
+        fix=f"run the command on {host}, which keeps the run directory. Or put this machine first "
+        "in the list, or use launcher: {kind: ssh}, which starts from any machine",
         id="start.first",
     )
 
@@ -137,8 +137,8 @@ def _commands(run_dir: RunDir, fleet: Fleet, cluster: ClusterConfig, token: str)
         setting = setting_lines(cluster, cluster.workdir or os.curdir)
         setting = [line for line in setting if not line.startswith(f"cd {os.curdir} ")]
     lines = [
-        f"{run_dir.name}: {nodes} with {ranks} each. Type one command on each "
-        f"node; they wait {format_duration(fleet.start_timeout_s)} for one another.",
+        f"{run_dir.name}: {nodes} with {ranks} each. Run one command on each "
+        f"node; they wait {format_duration(fleet.start_timeout_s)} for each other.",
     ]
     for node in fleet.nodes:
         here = " (this machine)" if node.node == 0 else ""
@@ -149,5 +149,5 @@ def _commands(run_dir: RunDir, fleet: Fleet, cluster: ClusterConfig, token: str)
         lines += [f"    {line}" for line in setting]
         lines += [f"    {python} -m isles.agent {target}"]
     if len(fleet.nodes) > 1:
-        lines += ["", f"The other nodes ask for the token of this start: {token}"]
+        lines += ["", f"The other nodes ask for the token of this attempt: {token}"]
     return lines

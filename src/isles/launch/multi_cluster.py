@@ -1,4 +1,4 @@
-"""Several clusters started from one machine: which GPUs each gets, and where their hub listens."""
+"""Several clusters started from one machine: their GPUs, and the address of their hub."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _NOWHERE = "192.0.2.1"
 
 
 def local_environs(loaded: Loaded) -> dict[str, dict[str, str]]:
-    """Environment variables of the clusters on this machine, by their names: each gets GPUs of its
-    own, and on the CPU no more threads than there are cores.
+    """Environment variables of the clusters on this machine, by name: each cluster gets separate
+    GPUs, and on the CPU no more threads than its share of the cores.
 
     Raises:
-        ConfigError: they need more GPUs than there are.
+        ConfigError: the clusters need more GPUs than this machine has.
     """
     clusters = [c for c in loaded.config.clusters if c.is_here]
     if len(clusters) < 2:
@@ -37,7 +37,7 @@ def local_environs(loaded: Loaded) -> dict[str, dict[str, str]]:
         gpus = [str(index) for index in range(len(find_gpus().gpus))]
     for cluster in clusters:
         if (own := cluster.environment.variables.get(_VISIBLE)) is not None:
-            found[cluster.name] = {_VISIBLE: own}  # the user has dealt them himself
+            found[cluster.name] = {_VISIBLE: own}  # the user has assigned them
     rest = [c for c in clusters if c.device != "cpu" and c.name not in found]
     if gpus and rest:
         for name, devices in _deal(loaded, rest, gpus).items():
@@ -52,7 +52,7 @@ def local_environs(loaded: Loaded) -> dict[str, dict[str, str]]:
 def _deal(
     loaded: Loaded, clusters: Sequence[ClusterConfig], gpus: list[str]
 ) -> dict[str, list[str]]:
-    # Clusters that say auto share what is left.
+    # Clusters with auto share the remaining GPUs.
     fixed = {
         c.name: c.gpus_per_node * c.max_nodes for c in clusters if isinstance(c.gpus_per_node, int)
     }
@@ -62,10 +62,10 @@ def _deal(
         needs = [f"{name} {count}" for name, count in fixed.items()]
         needs += [f"{name} at least 1" for name in auto]
         raise ConfigError(
-            f"the clusters on this machine need more GPUs than the {len(gpus)} that are visible: "
+            f"the clusters on this machine need more GPUs than the {len(gpus)} visible ones: "
             + ", ".join(needs),
             where=loaded.where("clusters"),
-            fix="lower gpus_per_node, or give a cluster device: cpu",
+            fix="lower gpus_per_node, or set device: cpu for a cluster",
             id="gpu.count",
         )
     share, more = divmod(left, len(auto)) if auto else (0, 0)
@@ -79,10 +79,10 @@ def _deal(
 
 
 def refuse_peers(loaded: Loaded) -> None:
-    """Refuse addresses with which clusters of engine hivemind could not find one another.
+    """Refuse addresses that would prevent clusters of engine hivemind from finding each other.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: there is such an address.
     """
     outer = loaded.config.diloco
     if outer is None or outer.engine != "hivemind":
@@ -92,18 +92,18 @@ def refuse_peers(loaded: Loaded) -> None:
     elsewhere = [c.name for c in loaded.config.clusters if not c.is_here]
     if not found.initial_peers:
         raise ConfigError(
-            "clusters of engine hivemind need an address to find one another by, and there is none",
+            "clusters with engine hivemind need an address to find each other, but none is set",
             where=loaded.where("outer.hivemind.initial_peers", "outer.engine"),
-            fix="start `hivemind-dht` on a machine that all reach, and write the address that it "
-            "prints into outer.hivemind.initial_peers; or use engine: hub",
+            fix="start `hivemind-dht` on a machine that all clusters can reach, and write the "
+            "address that it prints into outer.hivemind.initial_peers; or use engine: hub",
             id="hivemind.peers",
         )
     if elsewhere and all(_LOOPBACK.match(address) for address in found.host_maddrs):
         raise ConfigError(
-            f"{', '.join(found.host_maddrs)} is reached from its own machine only, and "
-            f"{', '.join(elsewhere)} would listen there on other machines",
+            f"{', '.join(found.host_maddrs)} is only reachable from its own machine, but "
+            f"other machines run {', '.join(elsewhere)}",
             where=loaded.where("outer.hivemind.host_maddrs", "outer.engine"),
-            fix="host_maddrs: [/ip4/0.0.0.0/tcp/0], or with a port that firewalls let through",
+            fix="set host_maddrs: [/ip4/0.0.0.0/tcp/0], or a port that firewalls allow",
             id="hivemind.peers",
         )
     fixed = [address for address in found.host_maddrs if not address.endswith("/0")]
@@ -111,18 +111,19 @@ def refuse_peers(loaded: Loaded) -> None:
         fixed.append(f"identity_path {found.identity_path}")
     if len(here) > 1 and fixed:
         raise ConfigError(
-            f"{', '.join(here)} are on this machine and would share {', '.join(fixed)}",
+            f"{', '.join(here)} are on the same machine and would share {', '.join(fixed)}",
             where=loaded.where("outer.hivemind.host_maddrs", "outer.hivemind"),
-            fix="leave out identity_path, and take port 0: each finds one of its own",
+            fix="delete identity_path, and use port 0, so that each cluster gets a free port",
             id="hivemind.peers",
         )
 
 
 def hub_place(loaded: Loaded) -> tuple[str, str]:
-    """Where a hub on this machine listens, and what clusters dial if it is another address.
+    """Address on which a hub on this machine listens, and the address for the clusters if it
+    differs.
 
     Raises:
-        ConfigError: at which address they reach this machine cannot be found out.
+        ConfigError: the address of this machine for the clusters cannot be determined.
     """
     outer = loaded.config.diloco
     assert outer is not None
@@ -145,15 +146,15 @@ def _meeting_address(loaded: Loaded) -> str:
     if (address := _own_address(_NOWHERE)) is not None:
         return address
     raise ConfigError(
-        "it cannot be found out at which address the clusters reach this machine",
+        "cannot determine the address of this machine for the clusters",
         where=loaded.where("outer.public", "outer"),
-        fix="say it: outer.public: HOST:PORT",
+        fix="set outer.public: HOST:PORT",
         id="hub.address",
     )
 
 
 def _own_address(host: str) -> str | None:
-    # This machine's address on the way to another one; None: there is no way, or it is this.
+    # This machine's address on the route to another; None: no route, or the same machine.
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:

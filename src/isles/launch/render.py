@@ -1,4 +1,4 @@
-"""Files that run without isles' control wing: what `isles render` writes."""
+"""Files that run without isles' control processes: output of `isles render`."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ Kind = Literal["torchrun", "sbatch", "pbs", "skypilot", "kubernetes", "deepspeed
 Device = Literal["cuda", "cpu"]
 
 _BY_HAND_S = 900
-"""Longest wait of a node for the others, where people start them."""
+"""Longest wait of a node for the others if people start them."""
 
 _SHARED_KEYS = set(QueueSection.model_fields) - {"login", "bin_path", "extra"}
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A file, and notes on it where it has no room for comments."""
+    """A file, and notes about it if the format has no comments."""
 
     text: str
     notes: tuple[str, ...] = ()
@@ -55,16 +55,16 @@ class Rendered:
 def render(
     loaded: Loaded, to: Kind, *, overrides: tuple[str, ...] = (), output: Path | None = None
 ) -> Rendered:
-    """What a run file says, as another tool's file.
+    """Convert a run file to another tool's file.
 
     Args:
-        to: which kind of file.
-        overrides: of the command line, which the file hands on to the trainer.
-        output: where it will be written; None: not known.
+        to: kind of file.
+        overrides: of the command line; the file passes them to the trainer.
+        output: path of the future file; None: unknown.
 
     Raises:
         ConfigError: the run file's strategy is not of that kind, or its ranks do not fit.
-        ConfigErrors: every issue in the DeepSpeed JSON that the run file names.
+        ConfigErrors: every issue in the DeepSpeed JSON of the run file.
     """
     if to == "kubernetes":
         return _manifest(loaded)
@@ -92,12 +92,12 @@ def render(
 
 
 def _manifest(loaded: Loaded) -> Rendered:
-    # The objects that `launcher: kubernetes` makes; unlike scripts they run isles' agents.
+    # The objects of `launcher: kubernetes`; unlike scripts they run isles' agents.
     if not isinstance(loaded.config.clusters[0].launcher, KubernetesLauncherConfig):
         raise ConfigError(
-            f"the launcher is {loaded.config.clusters[0].launcher.kind}, and says no image",
+            f"the launcher is {loaded.config.clusters[0].launcher.kind}, which has no image",
             where=loaded.where("clusters.0.launcher"),
-            fix="add clusters[0].launcher: {kind: kubernetes, image: …, volumes: [{claim: …, "
+            fix="set clusters.0.launcher to {kind: kubernetes, image: …, volumes: [{claim: …, "
             "path: …}]}",
         )
     name = job_name(loaded.config.name)
@@ -112,24 +112,24 @@ def _manifest(loaded: Loaded) -> Rendered:
 
 
 def script_command(config: RunConfig) -> list[str]:
-    """What follows torchrun's own options, where a script of the user's own runs without isles."""
+    """The words after torchrun's own options, if a user's own script runs without isles."""
     assert config.training.script is not None
     return [config.training.script, *map(str, config.training.script_args)]
 
 
 def _command(loaded: Loaded, overrides: Sequence[str]) -> list[str]:
-    # What follows torchrun's own options.
+    # The words after torchrun's own options.
     config = loaded.config
     if config.training.script is not None:
         return script_command(config)
-    # On other machines the run file lies in workdir, under the name that was typed here.
+    # On other machines the run file is in workdir, under the name that the user typed.
     is_here = config.clusters[0].workdir is None
     path = loaded.path.absolute() if is_here else loaded.path
     return ["-m", "isles.train", str(path), *overrides]
 
 
 def _ranks(loaded: Loaded) -> tuple[tuple[int, ...], Device, list[str]]:
-    # The ranks of each node as far as they can be known here, and notes on what may be otherwise.
+    # The ranks of each node, as far as this machine knows, and notes about assumptions.
     cluster = loaded.config.clusters[0]
     notes: list[str] = []
     asked = cluster.gpus_per_node
@@ -169,8 +169,8 @@ def _job(
 ) -> JobText:
     if len(set(nproc)) > 1:
         raise ConfigError(
-            f"the hosts have {', '.join(map(str, nproc))} ranks, and the nodes of a queue "
-            "have equally many",
+            f"the hosts have {', '.join(map(str, nproc))} ranks, but the nodes of a queue must "
+            "have equal numbers of ranks",
             where=loaded.where("clusters.0.launcher.hosts"),
             fix="use --to torchrun, or a run file with nodes and gpus_per_node",
         )
@@ -178,16 +178,16 @@ def _job(
     wanted = SlurmLauncherConfig if to == "sbatch" else PbsLauncherConfig
     launcher = own
     if not isinstance(own, wanted):
-        # What the section of the other queue says too.
+        # Values that the section of the other queue shares.
         is_queue = isinstance(own, QueueSection)
         shared = {key: getattr(own, key) for key in _SHARED_KEYS} if is_queue else {}
         launcher = wanted.model_validate(shared)
-        words = "its account, time, cores and memory are taken over; " if is_queue else ""
+        words = "its account, time, cores and memory are used; " if is_queue else ""
         name = "Slurm" if to == "sbatch" else "PBS"
-        notes.append(f"the run file's launcher is {own.kind}: {words}look at the {name} options")
+        notes.append(f"the run file's launcher is {own.kind}: {words}check the {name} options")
     assert isinstance(launcher, SlurmLauncherConfig | PbsLauncherConfig)
     if isinstance(launcher, PbsLauncherConfig) and launcher.dialect == "auto":
-        notes.append("for OpenPBS; for Torque: clusters.0.launcher.dialect=torque")
+        notes.append("for OpenPBS (for Torque, add clusters.0.launcher.dialect=torque)")
     return JobText(launcher, len(nproc), nproc[0], device, _workdir(loaded))
 
 
@@ -199,11 +199,12 @@ def _skypilot_task(
     if own is not launcher:
         if loaded.config.clusters[0].gpus_per_node == "auto":
             raise ConfigError(
-                "the GPUs of SkyPilot's nodes cannot be counted from here",
+                "the number of GPUs of SkyPilot's nodes is unknown",
                 where=loaded.where("clusters.0.gpus_per_node"),
-                fix="add clusters.0.gpus_per_node=8 to the command line, or as many as they have",
+                fix="add clusters.0.gpus_per_node=8 to the command line, with their real number of "
+                "GPUs",
             )
-        notes.append(f"the run file's launcher is {own.kind}: look at resources and file_mounts")
+        notes.append(f"the run file's launcher is {own.kind}: check resources and file_mounts")
         key = "clusters.0.launcher={kind: skypilot}"
         overrides = [*overrides, key]
     names = " ".join(f"--secret {name}" for name in secret_names(launcher, has_join=False))
@@ -215,19 +216,21 @@ def _skypilot_task(
 def _torchrun_script(
     loaded: Loaded, nproc: tuple[int, ...], device: Device, command: list[str], notes: list[str]
 ) -> str:
-    # Only with static rendezvous does torchrun's --node_rank say where a node stands among the
+    # Only with static rendezvous does torchrun's --node_rank determine the order of a node's
     # ranks.
     config = loaded.config
     cluster, num_nodes, address = config.clusters[0], len(nproc), None
     if num_nodes > 1:
-        notes.append("on every node, within a few minutes of one another: bash THIS_FILE NODE")
+        notes.append("on every node, within a few minutes of each other: bash THIS_FILE NODE")
     if num_nodes > 1 and not cluster.hosts:
-        notes.append("before that: export MASTER_ADDR=the address at which the others reach node 0")
+        notes.append("first: export MASTER_ADDR=the address of node 0 for the other nodes")
     elif num_nodes > 1:
         address = cluster.hosts[0].address or cluster.hosts[0].ssh.rpartition("@")[2]
         if not address.replace(".", "").isdecimal():
-            notes.append(f"every node must know {address} by an address that is not its loopback:")
-            notes.append("launcher.hosts: [{ssh: ..., address: ...}] names one")
+            notes.append(
+                f"on every node, {address} must resolve to an address other than its loopback;"
+            )
+            notes.append("set one with launcher.hosts: [{ssh: ..., address: ...}]")
     where = "one node" if num_nodes == 1 else f"{num_nodes} nodes"
     return fill_template(
         "torchrun.sh.jinja",
@@ -244,7 +247,7 @@ def _torchrun_script(
         address=shlex.quote(address) if address else None,
         interface=cluster.network.interface,
         port=cluster.network.port,
-        # A person types one node's line after another.
+        # A person types the commands of the nodes one after another.
         start_timeout=max(_BY_HAND_S, math.ceil(cluster.start_timeout)),
         command=shlex.join(command),
     )

@@ -1,4 +1,4 @@
-"""Starting a run: the launcher of its run file is chosen and called."""
+"""Start of a run: chooses and calls the launcher of its run file."""
 
 from __future__ import annotations
 
@@ -29,25 +29,26 @@ from isles.launch.ssh.start import start_ssh
 
 
 def start(options: StartOptions) -> Started | Loaded | str:  # noqa: PLR0911  # one each
-    """Start a run by the launcher of its run file.
+    """Start a run with the launcher of its run file.
 
     Returns:
-        The started run; in a dry run the text to print. Of several clusters nothing is started:
-        the run file, for `isles.monitor.multi_cluster`.
+        The started run; in a dry run the text to print. With several clusters nothing is started,
+        and
+        the result is the run file, for `isles.monitor.multi_cluster`.
 
     Raises:
         ConfigErrors: every issue in the run file.
-        UserError: the run cannot be begun or started.
+        UserError: the run cannot be prepared or started.
     """
     loaded = options.loaded or load_run_file(options.path, options.overrides)
     if options.cluster:
         loaded = named_cluster(loaded, options.cluster)
-        options = replace(options, overrides=())  # they are in its text
+        options = replace(options, overrides=())  # the text contains them
     elif len(loaded.config.clusters) > 1:
         return loaded
     if options.join and loaded.config.diloco is None:
         raise ConfigError(
-            "a join line is given, and this run averages with no other cluster",
+            "a join line is given, but this run does not average with other clusters",
             where=loaded.where("outer.kind"),
             fix="set outer: {kind: diloco}, or start it without a join line",
         )

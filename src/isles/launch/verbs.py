@@ -1,6 +1,6 @@
-"""The verbs `isles config`, `data`, `render` and `setup`, and the command line of `isles train`.
+"""The commands `isles config`, `data`, `render` and `setup`, and the command line of `isles train`.
 
-Imported by every command: what a verb needs is imported when it is called.
+Imported by every command: the modules of a command are imported when it is called.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ def normalise_overrides(tokens: Sequence[str]) -> list[str]:
             result.append(token)
             continue
         if not has_value:
-            # A flag without a value switches something on.
+            # A flag without a value means true.
             value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
         result.append(f"{flag[2:].replace('-', '_')}={value}")
     return result
 
 
 def train_command(run_file: Path, overrides: Sequence[str], resume: str) -> str:
-    """The command that goes on with a run, from what was typed to start it; of a checkpoint after
-    `--resume` the run is taken, which has newer ones."""
+    """The command that resumes a run, from the command that started it. For `--resume CHECKPOINT`
+    it names the run, which has newer checkpoints."""
     words = ["isles", "train", str(run_file), *overrides]
     if resume not in ("auto", "no"):
         path = Path(resume)
@@ -103,7 +103,7 @@ def show_data(run_file: Path, /, *overrides: str, samples: int = 3) -> int:
     """Print a few samples of each source with the trained tokens marked, and counts.
 
     The data is prepared as for training, so that a training that follows finds it ready. On a
-    terminal the trained tokens are green, elsewhere they stand between ⟦ and ⟧.
+    terminal the trained tokens are green, elsewhere they are between ⟦ and ⟧.
 
     Args:
         run_file: The run file.
@@ -120,16 +120,18 @@ def show_data(run_file: Path, /, *overrides: str, samples: int = 3) -> int:
 
     if samples < 1:
         raise ConfigError(
-            f"{samples} samples are none", where="--samples", fix="for example --samples 3"
+            f"cannot show {samples} samples",
+            where="--samples",
+            fix="use a positive number, such as --samples 3",
         )
-    # The clusters of a run share its data.
+    # All clusters of a run have the same data.
     loaded = of_cluster(load_run_file(run_file, overrides), 0)
     resolved = resolve_here(loaded, _warn, needs_data=True)
     if all(source.type == "fake" for source in resolved.config.data.sources):
         raise ConfigError(
-            "the source is fake: random token ids, of which there is nothing to show",
+            "the source is fake, with random token ids and no text to show",
             where=loaded.where("data.sources"),
-            fix="name real data",
+            fix="set data.sources to real data",
         )
     require_train()
     if issues := huggingface_issues(loaded):
@@ -199,7 +201,7 @@ def prune_data(
     if yes:
         lines.append(f"deleted {_folders(gone)}")
     elif chosen:
-        lines.append(f"{_folders(chosen)} would be deleted: add --yes to delete them")
+        lines.append(f"{_folders(chosen)} would be deleted; add --yes to delete them")
     else:
         lines.append(
             f"nothing has been unused for {unused_for}; `--unused-for 1d` or `--max-size 10GB` "
@@ -219,15 +221,15 @@ def render(
     output: Annotated[Path | None, Parameter(name=("--output", "-o"))] = None,
     force: bool = False,
 ) -> int:
-    """Write a run file as a script or settings that run without the command isles.
+    """Convert a run file to a script or settings that run without isles.
 
     Args:
         run_file: The run file.
         overrides: Values that replace those in the file, such as training.max_steps=5.
         to: A script for torchrun, sbatch or qsub, a task of SkyPilot, objects for
             kubectl, the JSON of DeepSpeed, or the Trainer's fsdp_config.
-        output: Where it is written; left out: to stdout.
-        force: Replace the file if it is there.
+        output: The file to write. Default: stdout.
+        force: Replace an existing file.
     """
     from isles.config.load import load_run_file
     from isles.launch.render import render as rendered_from
@@ -248,9 +250,9 @@ def render(
         "torchrun": f"start it: bash {path}",
         "sbatch": f"submit it: sbatch {path}",
         "pbs": f"submit it: qsub {path}",
-        "deepspeed-json": f"strategy: {{kind: deepspeed, config_file: {output}}} uses it here",
-        "fsdp-json": f"TrainingArguments(fsdp=True, fsdp_config={str(output)!r}) uses it",
-        "skypilot": f"its head says how to start it: head {path}",
+        "deepspeed-json": f"set strategy: {{kind: deepspeed, config_file: {output}}}",
+        "fsdp-json": f"use it with TrainingArguments(fsdp=True, fsdp_config={str(output)!r})",
+        "skypilot": f"see its first lines for the start command: head {path}",
         "kubernetes": f"start it: kubectl apply -f {path}",
     }[to]
     sys.stderr.write(f"wrote {output}; {use}\n")

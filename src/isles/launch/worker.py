@@ -1,4 +1,4 @@
-"""Commands of the worker wing, each run in a process of its own."""
+"""Commands that need the worker packages, each run in a separate process."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _ENDING_S = 5.0
 
 
 def require_train() -> None:
-    """Make sure that this installation can train.
+    """Check that this installation can train.
 
     Raises:
-        MissingDependencyError: a package is missing; the message says how to install it.
+        MissingDependencyError: a package is missing; the message has the install command.
     """
     missing = [name for name in NEEDED_TO_TRAIN if find_spec(name) is None]
     if missing:
         raise MissingDependencyError(
             f"this command needs packages that are not installed: {', '.join(missing)}",
             where=sys.executable,
-            fix="pip install 'isles[train]', or in a clone pip install -e '.[train]'",
+            fix="run pip install 'isles[train]', or in a clone pip install -e '.[train]'",
         )
 
 
 def version_lines() -> list[str]:
-    """Versions of isles and of what it builds on."""
+    """Versions of isles and of the libraries it uses."""
     lines = [f"isles {__version__}", f"python {sys.version.split()[0]}"]
     for name in NEEDED_TO_TRAIN:
         try:
@@ -51,7 +51,7 @@ def version_lines() -> list[str]:
 
 
 def run_verb(verb: str, run_dir: RunDir, options: Mapping[str, object]) -> int:
-    """Run a command of the worker wing on this terminal; returns its exit code.
+    """Run a command of the worker packages on this terminal; returns its exit code.
 
     Raises:
         UserError: it is a run of the user's own script.
@@ -59,9 +59,10 @@ def run_verb(verb: str, run_dir: RunDir, options: Mapping[str, object]) -> int:
     """
     if (script := script_of(run_dir)) is not None:
         raise UserError(
-            f"{run_dir.name} runs {script}, a script of your own: isles does not know its model",
+            f"{run_dir.name} runs {script}, your own script, so isles does not know its model",
             where=str(run_dir.path),
-            fix=f"isles {verb} is for runs of the built-in trainer; a script does that by itself",
+            fix=f"use isles {verb} only for runs of the built-in trainer; your script must do it "
+            "itself",
         )
     module, words = "isles.train.verbs", [verb, str(run_dir.path), *option_words(options)]
     if (owner := run_dir.owner) and verb == "export" and not options.get("output"):
@@ -69,8 +70,8 @@ def run_verb(verb: str, run_dir: RunDir, options: Mapping[str, object]) -> int:
     offline = False
     if owner:
         sys.stderr.write(
-            f"{run_dir.name} belongs to {owner}: no code, container, file or repository that it "
-            "names is used\n"
+            f"{run_dir.name} belongs to {owner}, so isles uses no code, container, file or "
+            "repository named in it\n"
         )
         # Its files must not make the Hugging Face libraries connect, with this user's token.
         offline = not options.get("push-to-hub")
@@ -84,7 +85,7 @@ def run_verb(verb: str, run_dir: RunDir, options: Mapping[str, object]) -> int:
 
 
 def option_words(options: Mapping[str, object]) -> list[str]:
-    """Options as they are typed, without those that are None or False."""
+    """Options as command-line words, without options that are None or False."""
     return [
         f"--{name}" if value is True else f"--{name}={value}"
         for name, value in options.items()
@@ -103,7 +104,7 @@ def run_module(module: str, *arguments: str, offline: bool = False) -> int:
         try:
             code = child.wait()
         except KeyboardInterrupt:
-            # Ctrl+C on the terminal has reached it as well; in a library it may not listen.
+            # Ctrl+C on the terminal has reached it too; inside a library it may not respond.
             try:
                 child.wait(_ENDING_S)
             except (subprocess.TimeoutExpired, KeyboardInterrupt):

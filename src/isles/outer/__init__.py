@@ -1,10 +1,10 @@
-"""Between clusters: updates are averaged every so many steps (DiLoCo).
+"""Averaging between clusters, every N inner steps (DiLoCo).
 
 The algorithm: `diloco.py` has a fragment's pseudo-gradient and outer step, `cluster.py` spreads
-fragments over the ranks, `layout.py` says which weights are in which, `codec.py` encodes an update
-and `average.py` averages. What travels is in `messages.py`. Clusters average through one server
-(`hub/`); rank 0 of each speaks with it in a thread (`client/`). With engine hivemind the hub is in
-one of the clusters, which the others find and reach over libp2p (`hivemind/`); with engine bucket
-there is none, and its memory is in object storage (`bucket/`). `trainer/` is what the ranks do
-between two inner steps. Open `diloco.py` first.
+fragments over the ranks, `layout.py` assigns weights to fragments, `codec.py` encodes an update,
+and `average.py` averages. `messages.py` has the messages on the wire. Clusters average through one
+server (`hub/`); rank 0 of each cluster talks to it in a thread (`client/`). With engine hivemind,
+one of the clusters runs the hub, and the others find and reach it over libp2p (`hivemind/`). With
+engine bucket there is no server: the hub's memory is in object storage (`bucket/`). `trainer/` is
+the work of the ranks between two inner steps. Open `diloco.py` first.
 """

@@ -1,6 +1,6 @@
-"""The average of one piece over the contributions, as bytes that every cluster decodes alike.
+"""Average of one piece over the contributions, as bytes that every cluster decodes identically.
 
-Codecs are named as `Codec.text` does.
+Codecs are named as in `Codec.text`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from isles.outer.codec import (
 Buffer = bytes | bytearray | memoryview
 
 Part = tuple[Buffer, float]
-"""One contribution's bytes of a piece, and its weight: the tokens that it was trained on."""
+"""One contribution's bytes of a piece, and its weight: the number of tokens it was trained on."""
 
 
 def size(codec: str, n: int) -> int:
@@ -33,31 +33,32 @@ def size(codec: str, n: int) -> int:
 
 
 def average_size(codec: str, n: int, num_parts: int) -> int:
-    """Bytes of the average of a piece of n numbers over so many contributions."""
+    """Bytes of the average of a piece of n numbers over `num_parts` contributions."""
     own = parse_codec(codec)
     coded = _average_codec(own)
     return num_parts * (4 + own.size(n)) if coded is None else coded.size(n)
 
 
 def combine(codec: str, n: int, parts: Sequence[Part]) -> bytes:
-    """The average of one piece, weighted.
+    """Compute the weighted average of one piece.
 
     Args:
         parts: the contributions, in the order of the members' names.
 
     Returns:
-        `average_size` bytes, to be read by `decode_average`. Under topk these are the parts
-        themselves and their weights.
+        `average_size` bytes for `decode_average`. Under topk these are the parts themselves and
+        their
+        weights.
 
     Raises:
-        UnsoundUpdateError: a part has not the right size, or the average is not finite, or the
-            weights are no weights.
+        UnsoundUpdateError: a part has the wrong size, the average is not finite, or the weights are
+            invalid.
     """
     own = parse_codec(codec)
     total_weight = sum(weight for _, weight in parts)
     if not (parts and min(weight for _, weight in parts) >= 0 and 0 < total_weight < math.inf):
         found = [weight for _, weight in parts]
-        raise UnsoundUpdateError(f"nothing can be averaged with the weights {found}")
+        raise UnsoundUpdateError(f"cannot average with the weights {found}")
     shares = torch.tensor([weight / total_weight for _, weight in parts], dtype=torch.float32)
     weights = shares.tolist()
     tensors = [_tensor(own, n, data) for data, _ in parts]
@@ -68,20 +69,20 @@ def combine(codec: str, n: int, parts: Sequence[Part]) -> bytes:
         )
     total = torch.zeros(n)
     one = torch.empty(n)
-    if len(parts) == 1 and coded == own:  # as it is, rather than encoded a second time
+    if len(parts) == 1 and coded == own:  # unchanged, instead of encoded a second time
         own.decode(tensors[0], one)
         check_magnitude(one)
         return bytes(parts[0][0])
     for weight, tensor in zip(weights, tensors, strict=True):
         own.decode(tensor, one)
-        total.add_(one.mul_(weight))  # two roundings: no processor may fuse them into one
+        total.add_(one.mul_(weight))  # two roundings: no processor may fuse the operations
     encoded = torch.empty(coded.size(n), dtype=torch.uint8)
     coded.encode(total, encoded)
     return encoded.numpy().tobytes()
 
 
 def decode_average(codec: Codec, data: Tensor, out: Tensor) -> None:
-    """Read an average that `combine` wrote; arguments as of `Codec.decode`."""
+    """Read an average written by `combine`; arguments as in `Codec.decode`."""
     coded = _average_codec(codec)
     if coded is not None:
         coded.decode(data, out)
@@ -96,10 +97,11 @@ def decode_average(codec: Codec, data: Tensor, out: Tensor) -> None:
 
 
 def inspect(codec: str, n: int, data: Buffer) -> float:
-    """The sum of squares of one contribution's piece, which is checked before it is averaged.
+    """Sum of squares of one contribution's piece, which is checked before averaging.
 
     Raises:
-        UnsoundUpdateError: it has not the right size, or holds what no encoder writes, or a number
+        UnsoundUpdateError: it has the wrong size, contains bytes that no encoder writes, or a
+            number
             that is not finite or too large.
     """
     own = parse_codec(codec)
@@ -113,13 +115,13 @@ def inspect(codec: str, n: int, data: Buffer) -> float:
 
 
 def inspect_average(codec: str, n: int, data: Buffer) -> float:
-    """The sum of squares of one piece of an average that another has made.
+    """Sum of squares of one piece of an average made by another process.
 
     Args:
-        data: of a size that `average_size` gives.
+        data: of the size from `average_size`.
 
     Raises:
-        UnsoundUpdateError: as of `inspect`.
+        UnsoundUpdateError: as in `inspect`.
     """
     own, values = parse_codec(codec), torch.empty(n)
     tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -133,8 +135,8 @@ def inspect_average(codec: str, n: int, data: Buffer) -> float:
 
 
 def _average_codec(codec: Codec) -> Codec | None:
-    # Nobody feeds back the average's own error, so it is not as coarse as int4. None: the parts
-    # as they are.
+    # The average's own error is not fed back, so the average is finer than int4. None: the parts
+    # unchanged.
     match codec.kind:
         case "topk":
             return None
@@ -147,6 +149,7 @@ def _average_codec(codec: Codec) -> Codec | None:
 def _tensor(codec: Codec, n: int, data: Buffer) -> Tensor:
     if len(data) != codec.size(n):
         raise UnsoundUpdateError(
-            f"a piece of {n} numbers has {len(data)} bytes, and {codec.size(n)} as {codec.text}"
+            f"a piece of {n} numbers has {len(data)} bytes instead of {codec.size(n)} "
+            f"({codec.text})"
         )
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)

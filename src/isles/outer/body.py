@@ -1,4 +1,4 @@
-"""Bodies of requests and answers that come over a slow link."""
+"""Bodies of requests and answers over a slow link."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ _WAKE_BYTES, _TLS_BYTES, _PATIENCE_S = 1 << 16, 1 << 15, 1.0
 async def read_body(
     content: StreamReader, transport: asyncio.BaseTransport | None, size: int
 ) -> bytes:
-    """Exactly `size` bytes of a body that comes over a slow link.
+    """Read exactly `size` bytes of a body that arrives over a slow link.
 
-    A packet at a time would wake this process a thousand times a second, which costs more than all
-    else that is done with the bytes: the socket tells only of 64 KiB and more, or after a second.
+    Waking this process for every packet would happen a thousand times per second, and would cost
+    more than all other work on the bytes. So the socket reports only 64 KiB and more, or after a
+    second.
 
     Args:
-        transport: over which they come; None: they are all here.
+        transport: transport of the body; None: all bytes have arrived.
 
     Raises:
-        asyncio.IncompleteReadError: it ends before.
+        asyncio.IncompleteReadError: the body ends early.
     """
     found = bytearray()
 
@@ -33,12 +34,12 @@ async def read_body(
         if transport is None or transport.is_closing():
             return
         sock = transport.get_extra_info("socket")
-        with suppress(OSError):  # not every kernel knows it
+        with suppress(OSError):  # not every kernel supports it
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
     try:
         while (left := size - len(found)) > 0:
-            # Some of what is left may be here already, as the beginning of a record of TLS.
+            # Some of the rest may have arrived already, as the beginning of a TLS record.
             wake_at(max(1, min(_WAKE_BYTES, left - _TLS_BYTES)))
             impatient = loop.call_later(_PATIENCE_S, wake_at, 1)
             try:

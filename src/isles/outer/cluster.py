@@ -1,7 +1,7 @@
-"""The outer step of one cluster: its weights, whatever holds them, against its outer parameters.
+"""The outer step of one cluster: its weights, in any engine, against its outer parameters.
 
-A fragment is spread over the ranks by pieces. Files of contributions, averages and states are rank
-0's, see `rank_files.py`.
+A fragment is spread over the ranks by pieces. Rank 0 has the files of contributions, averages and
+states, see `rank_files.py`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from isles.dist.world import World
 from isles.errors import TrainingError
 from isles.outer.codec import UnsoundUpdateError
 from isles.outer.diloco import FragmentShare, Mode, OuterSettings, clip_scale, total_norm
-from isles.outer.layout import Layout
+from isles.outer.layout import FragmentLayout
 from isles.outer.rank_files import RankFiles
 from isles.outer.state_file import state_head
 
 
 class Weights(Protocol):
-    """The trained weights of one cluster as whole tensors; an engine of `strategies` is one."""
+    """The trained weights of one cluster as whole tensors; an engine of `strategies`
+    implements it."""
 
     def trained_shapes(self) -> Mapping[str, torch.Size]: ...
 
@@ -41,30 +42,32 @@ class Weights(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """An outer step of a fragment that has been made; the same on all ranks."""
+    """A completed outer step of a fragment; equal on all ranks."""
 
     digest: str
-    """Of the fragment's outer parameters: equal on all clusters."""
+    """Digest of the fragment's outer parameters: equal on all clusters."""
     norm: float
-    """Of the averaged pseudo-gradient, before it was clipped."""
+    """Norm of the averaged pseudo-gradient, before clipping."""
 
 
 class Cluster:
-    """Outer parameters, momentum and errors, split over the ranks of a cluster. All must make one.
+    """Outer parameters, momentum and errors, split over the ranks of a cluster. Collective
+    constructor.
 
-    No rank ever holds more than one whole parameter beside its own share of the outer state. All
-    ranks must call every public method, save `drop`, `pending`, `expect` and `state_dict`.
+    No rank ever holds more than one whole parameter in addition to its own share of the outer
+    state. All ranks must call every public method, except `drop`, `pending`, `expect` and
+    `state_dict`.
 
     Args:
-        layout: made of `weights.trained_shapes()`.
+        layout: made from `weights.trained_shapes()`.
     """
 
     def __init__(
-        self, weights: Weights, world: World, layout: Layout, settings: OuterSettings
+        self, weights: Weights, world: World, layout: FragmentLayout, settings: OuterSettings
     ) -> None:
         self._weights, self._world = weights, world
         self._layout, self._settings = layout, settings
-        # Two: one fragment may be encoded in a thread while another one's average is taken in.
+        # Two: a thread may encode one fragment while another fragment's average is applied.
         self._files, self._encoding_files = RankFiles(world), RankFiles(world)
         self._owners = [fragment.owners(world.world_size) for fragment in layout.fragments]
         is_pinned = world.device.type == "cuda"
@@ -76,10 +79,11 @@ class Cluster:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """The weights as they are become the outer parameters.
+        """Make the current weights the outer parameters.
 
-        Clusters must begin with the same: compare `digest`. Under bf16 or fp16 DeepSpeed rounds the
-        weights that it is given, so a cluster that differs takes the state of the first one.
+        Clusters must begin with the same weights: compare `digest`. Under bf16 or fp16 DeepSpeed
+        rounds the weights that it gets, so a cluster that differs copies the state of the first
+        one.
         """
         for number, share in enumerate(self._shares):
             share.drop_snapshot()
@@ -89,18 +93,18 @@ class Cluster:
     def snapshot(self, fragment: int) -> None:
         """Copy a fragment's weights, from which `encode` makes the contribution.
 
-        To be called between two inner steps. A contribution that was under way is replaced.
+        Call this between two inner steps. It replaces a contribution in progress.
         """
         self._read(fragment, self._shares[fragment].begin_snapshot())
 
     @torch.no_grad()
     def encode(self, fragment: int, path: Path) -> float:
-        """Encode what `snapshot` has copied into a file on rank 0.
+        """Encode the snapshot of a fragment into a file on rank 0.
 
-        It touches neither the engine nor the GPU: inner steps may go on in another thread.
+        Uses neither the engine nor the GPU, so inner steps may continue in another thread.
 
         Returns:
-            The norm of the pseudo-gradient, before it was encoded and without the residual.
+            The norm of the pseudo-gradient, before encoding and without the residual.
 
         Raises:
             TrainingError: an update is not finite, or the file cannot be written; on all ranks.
@@ -112,10 +116,10 @@ class Cluster:
             squares = share.encode()
         except UnsoundUpdateError as error:
             failure = TrainingError(
-                f"what this cluster has learnt cannot be averaged: {error}",
+                f"cannot average the update of this cluster: {error}",
                 where=f"fragment {fragment}, rank {self._world.rank} on {self._world.host}",
-                fix="the weights have become so in the inner steps: lower "
-                "training.learning_rate, or go on from an earlier checkpoint",
+                fix="the weights became invalid during the inner steps: lower "
+                "training.learning_rate, or resume from an earlier checkpoint",
             )
         norm = total_norm([*itertools.chain(*self._encoding_files.agree(squares, failure))])
         assert share.encoded is not None
@@ -132,7 +136,7 @@ class Cluster:
         alpha: float = 0.0,
         is_warmup: bool = False,
     ) -> Applied:
-        """`advance` and `give` at once, between two inner steps."""
+        """`advance` and `give` together, between two inner steps."""
         applied = self.advance(fragment, average, num_parts, mode, alpha=alpha, is_warmup=is_warmup)
         self.give(fragment)
         return applied
@@ -148,18 +152,22 @@ class Cluster:
         alpha: float = 0.0,
         is_warmup: bool = False,
     ) -> Applied:
-        """Make the outer step with an average; the weights follow when they are given it.
+        """Make the outer step with an average; `give` then updates the weights.
 
-        It touches neither the engine nor the GPU: under overlap and late inner steps may go on in
-        another thread; until `give` nothing may be saved.
-        on_time, idle: the weights become the outer parameters, the same bits on all clusters.
-            overlap: they go the way from the contribution's weights to the outer parameters, or 1 -
-            alpha of it, and keep what was learnt since. late: they go the way from the old outer
-            parameters to the new one, and keep all that they have learnt since the former.
+        Uses neither the engine nor the GPU: under overlap and late, inner steps may continue in
+        another
+        thread. Nothing may be saved until `give`.
+        on_time, idle: the weights become the outer parameters, bit for bit the same on all
+        clusters.
+            overlap: they move from the contribution's weights to the outer parameters, or 1 - alpha
+                of
+            this distance, and keep the progress since the contribution. late: they move by the
+            difference
+            between the old and the new outer parameters, and keep all progress since the old ones.
 
         Args:
             average: the file on rank 0.
-            num_parts: contributions in it.
+            num_parts: number of contributions in it.
             is_warmup: average only, with learning rate 1 and no momentum; the same on all clusters.
 
         Raises:
@@ -175,8 +183,8 @@ class Cluster:
             raise TrainingError(
                 f"the average of fragment {fragment} is not finite",
                 where=str(average),
-                fix="a cluster of another version of isles, or a broken one, has taken part: "
-                "look at the hub's log",
+                fix="a cluster with another version of isles, or a broken cluster, has taken part; "
+                "see the hub's log",
             )
         scale = clip_scale(norm, self._settings.max_norm)
         self._moves[fragment] = share.step(
@@ -186,7 +194,7 @@ class Cluster:
 
     @torch.no_grad()
     def give(self, fragment: int) -> None:
-        """Give the weights what follows from `advance`, between two inner steps."""
+        """Update the weights after `advance`, between two inner steps."""
         move = self._moves.pop(fragment)
         outer_param = self._shares[fragment].outer_param
         self._write(fragment, outer_param if move is None else move, adds=move is not None)
@@ -196,7 +204,7 @@ class Cluster:
 
     @torch.no_grad()
     def go_back(self) -> None:
-        """Weights become the outer parameters; what was learnt since is dropped."""
+        """Reset the weights to the outer parameters, and drop the progress since then."""
         for number, share in enumerate(self._shares):
             share.drop_snapshot()
             if share.error is not None:
@@ -205,26 +213,27 @@ class Cluster:
 
     @property
     def pending(self) -> list[int]:
-        """The fragments whose contribution no average has answered yet."""
+        """The fragments with a contribution that no average has answered yet."""
         return [i for i, share in enumerate(self._shares) if share.snapshot is not None]
 
     def digest(self, fragment: int) -> str:
-        """SHA-256 of a fragment's outer parameters; equal where the same averages were applied."""
+        """SHA-256 of a fragment's outer parameters; equal after the same averages."""
         share = self._shares[fragment]
         return self._digest(share.split(share.outer_param))
 
     def expect(self, pending: Sequence[int]) -> None:
-        """Make room for what was `pending` in a checkpoint that is about to be loaded."""
+        """Allocate memory for the `pending` fragments of a checkpoint that is about to be
+        loaded."""
         for number, share in enumerate(self._shares):
             share.drop_snapshot()
             if number in pending:
                 share.begin_snapshot()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's tensors by name, for a checkpoint: as they are held, not copies.
+        """This rank's tensors by name, for a checkpoint, without copying.
 
-        Each is held by one rank only; names and shapes do not depend on the number of ranks, nor
-        on that of fragments. Filled in place, they are the state; see `expect`.
+        Only one rank holds each tensor; names and shapes depend neither on the number of ranks nor
+        on the number of fragments. To load a state, fill them in place; see `expect`.
         """
         assert not self._moves, "an average was not given to the weights"
         state: dict[str, Tensor] = {}
@@ -251,12 +260,13 @@ class Cluster:
     def import_state(
         self, fragment: int, path: Path, *, version: int, outer_params: str, keeps_steps: bool
     ) -> None:
-        """Take over a fragment that `export_state` wrote on another cluster.
+        """Load a fragment that `export_state` wrote on another cluster.
 
         Args:
-            outer_params: the digest of its outer parameters.
-            keeps_steps: whether the weights keep what they have learnt since the last outer step;
-                otherwise they become the outer parameters, and nothing is owed.
+            outer_params: digest of its outer parameters.
+            keeps_steps: whether the weights keep their progress since the last outer step;
+                otherwise
+                they become the outer parameters, and the residual is zero.
 
         Raises:
             TrainingError: the file cannot be used; nothing has changed. On all ranks.
@@ -268,9 +278,10 @@ class Cluster:
         self._files.scatter(path, self._head(fragment, version), fresh)
         if self._digest(share.split(fresh[0])) != outer_params:
             raise TrainingError(
-                f"{path.name} holds other outer parameters than the cluster that gave it has",
+                f"the outer parameters in {path.name} differ from those of the cluster that sent "
+                "it",
                 where=str(path),
-                fix="start this cluster again: it takes the state once more",
+                fix="restart this cluster, so that it fetches the state again",
             )
         move = share.adopt(fresh[0], fresh[1] if len(fresh) > 1 else None)
         if not keeps_steps and share.error is not None:
@@ -303,7 +314,7 @@ class Cluster:
             torch.cuda.synchronize(self._world.device)
 
     def _write(self, fragment: int, flat: Tensor, *, adds: bool) -> None:
-        # Set the weights to what the ranks hold in pieces, or add that to them.
+        # Set the weights to the values in the ranks' pieces, or add these values.
         own, owners = self._layout.fragments[fragment], self._owners[fragment]
         mine = self._places(fragment)
         parts = self._shares[fragment].split(flat)
@@ -323,6 +334,6 @@ class Cluster:
         self._weights.weights_set()
 
     def _places(self, fragment: int) -> dict[int, int]:
-        # Of this rank's pieces: their place in the fragment, and in the rank's share.
+        # Position of this rank's pieces in the fragment, and in the rank's share.
         mine = [i for i, owner in enumerate(self._owners[fragment]) if owner == self._world.rank]
         return {place: index for index, place in enumerate(mine)}

@@ -1,8 +1,8 @@
 """Codecs of a pseudo-gradient: one piece to bytes and back, in five kinds.
 
-A piece is encoded by itself and has a size that is known beforehand. All who decode the same bytes
-get the same bits, on any machine: decoding only converts, and multiplies once. Everything is in CPU
-memory, as are outer parameters.
+A piece is encoded independently, and its size is known in advance. All decoders of the same bytes
+get the same bits, on any machine: decoding only converts, and multiplies once. All data is in CPU
+memory, like the outer parameters.
 """
 
 from __future__ import annotations
@@ -21,48 +21,50 @@ from isles.config.sections.outer import CodecName
 from isles.errors import UserError
 
 LARGEST = 2.0**126
-"""Largest magnitude that a codec takes, so that no sum or scale overflows in fp32."""
+"""Largest magnitude that a codec accepts, so that no sum or scale overflows in fp32."""
 
 _DENSITY, _DECAY = 0.4, 0.95
 _SLAB = 1 << 19
-"""Numbers that are worked on together: what a processor's cache holds; a multiple of all blocks."""
+"""Numbers processed at a time: fits a processor's cache; a multiple of all block sizes."""
 
 
 class UnsoundUpdateError(ValueError):
-    """An update that must not be averaged; the text says why."""
+    """An update that must not be averaged; the text has the reason."""
 
 
 def check_magnitude(x: Tensor) -> None:
-    """UnsoundUpdateError where a number is not finite, or too large; names the first such one."""
+    """Raise UnsoundUpdateError if a number is not finite or too large; the text has the first such
+    number."""
     least, largest = torch.aminmax(x)
     if bool(least >= -LARGEST) and bool(largest <= LARGEST):  # both false for NaN
         return
     index = int((~(x.abs() <= LARGEST)).nonzero()[0])
     raise UnsoundUpdateError(
-        f"number {index} of {x.numel()} is {float(x[index])}, not a finite one up to {LARGEST:.0e}"
+        f"number {index} of {x.numel()} is {float(x[index])}; it must be finite, up to "
+        f"{LARGEST:.0e}"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """How numbers become bytes.
+    """Conversion of numbers to bytes.
 
-    none: fp32 as it is. bf16: rounded. int8: a scale for each 128 numbers. int4: one for each 32.
-    topk: of each 4096 the largest, two bits each, and where they are.
+    none: fp32 unchanged. bf16: rounded. int8: one scale per 128 numbers. int4: one scale per 32.
+    topk: the largest numbers of each 4096, with two bits each, and their positions.
     """
 
     kind: CodecName
     density: float = _DENSITY
-    """topk: which part of the numbers travels, 0 to 1."""
+    """topk: fraction of the numbers that is sent, 0 to 1."""
 
     @property
     def text(self) -> str:
-        """The codec in a word that `parse_codec` understands; the same for equal codecs only."""
+        """The codec as a word for `parse_codec`; equal only for equal codecs."""
         return f"topk:{self.density!r}" if self.kind == "topk" else self.kind
 
     @property
     def feeds_back(self) -> bool:
-        """Whether what an encoding leaves out is added to the next one."""
+        """Whether an encoding's error is added to the next encoding."""
         match self.kind:
             case "none" | "bf16":
                 return False
@@ -71,11 +73,11 @@ class Codec:
 
     @property
     def decay(self) -> float:
-        """Which part of what was left out is added to the next one; of topk as in SparseLoCo."""
+        """Factor of the error that is added to the next encoding; for topk as in SparseLoCo."""
         return _DECAY if self.kind == "topk" else 1.0
 
     def size(self, n: int) -> int:
-        """Bytes of a piece of so many numbers: a multiple of 4."""
+        """Bytes of a piece of n numbers: a multiple of 4."""
         match self.kind:
             case "none":
                 return 4 * n
@@ -123,7 +125,7 @@ class Codec:
                 assert_never(self.kind)
 
     def decode(self, data: Tensor, out: Tensor) -> None:
-        """Read a piece from bytes that `encode` wrote; as there, the other way round."""
+        """Decode a piece that `encode` wrote; same arguments, opposite direction."""
         n = out.numel()
         assert out.dtype == torch.float32 and data.numel() == self.size(n), (data.shape, n)
         match self.kind:
@@ -143,7 +145,7 @@ class Codec:
 
 
 def parse_codec(text: str) -> Codec:
-    """The codec that a word names: none, bf16, int8, int4, topk or topk:DENSITY."""
+    """The codec for a word: none, bf16, int8, int4, topk or topk:DENSITY."""
     kind, _, density = text.partition(":")
     try:
         if kind == "topk":
@@ -155,7 +157,7 @@ def parse_codec(text: str) -> Codec:
     except ValueError:
         pass
     raise UserError(
-        f"there is no codec {text!r}",
+        f"unknown codec {text!r}",
         where="outer.codec",
         fix=f"use one of {', '.join(get_args(CodecName))}; topk:0.1 sends 10 % of the numbers",
     )
@@ -167,16 +169,16 @@ def _filled(num_bytes: int) -> int:
 
 # int8 and int4: whole numbers and one scale for each block.
 #
-# Bytes of a piece of N numbers: the blocks' scales in bf16, then the whole numbers; each of the two
-# filled up with zeros to a multiple of 4. int8: one byte each. int4: the first half in the low four
-# bits, the second half in the high ones. A block's largest number is met to 1/254 (int8) or 1/14 of
-# it (int4).
+# Bytes of a piece of N numbers: the blocks' scales in bf16, then the integers; each part is padded
+# with zeros to a multiple of 4. int8: one byte each. int4: the first half in the low four bits, the
+# second half in the high four bits. The error is at most 1/254 (int8) or 1/14 (int4) of a block's
+# largest number.
 
 _BLOCK = {8: 128, 4: 32}
 _LEVELS = {8: 127, 4: 7}
 
 _SMALLEST = 2.0**-100
-"""A smaller scale is 0: so no product is denormal, which some processors flush to zero."""
+"""Smaller scales become 0, so that no product is denormal: some processors flush those to zero."""
 
 
 def _scales_size(n: int, bits: int) -> int:
@@ -194,7 +196,7 @@ def _encode_blocks(x: Tensor, out: Tensor, bits: int) -> None:
         missing = -part.numel() % block
         rows = (pad(part, (0, missing)) if missing else part).view(-1, block)
         scale = rows.abs().amax(1).mul_(1.0 / _LEVELS[bits])
-        # As bf16 holds it, and rounded up, so that the largest number stays within the levels.
+        # In bf16, and rounded up, so that the largest number stays within the levels.
         scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000)
         torch.threshold_(scale, _SMALLEST, 0.0)
         scales[start // block :][: scale.numel()].copy_(scale)
@@ -219,12 +221,12 @@ def _decode_blocks(data: Tensor, out: Tensor, bits: int) -> None:
         part.mul_(scales[start // block :].repeat_interleave(block)[: part.numel()])
 
 
-# topk: of each chunk of 4096 numbers the largest, two bits each: a sign, and one of two levels.
+# topk: the largest of each chunk of 4096 numbers, two bits each: a sign, and one of two levels.
 #
-# Bytes of a piece: those of its whole chunks as rows, then those of the last one, which is shorter.
-# A chunk: two levels in bf16, the places, the codes in 2 bits each, filled up to a multiple of 4
-# bytes. Places are 12 bits each or, where that is shorter (density above 1/12), one bit for every
-# number of the chunk; they ascend, and the codes are in their order.
+# Bytes of a piece: its whole chunks as rows, then the last chunk, which is shorter. A chunk: two
+# levels in bf16, the positions, the codes with 2 bits each, padded to a multiple of 4 bytes.
+# Positions have 12 bits each or, if that is shorter (density above 1/12), one bit for every number
+# of the chunk; they ascend, and the codes are in their order.
 # The idea is SparseLoCo's, Sarfi et al. 2025 (arXiv:2508.15706).
 
 _CHUNK = 4096
@@ -232,7 +234,7 @@ _PLACE_BITS = 12
 
 
 class _Chunk:
-    """The form of chunks of `count` numbers, of which `kept` are sent.
+    """Format of chunks of `count` numbers with `kept` numbers sent.
 
     Letters: R chunks, C numbers in each, K kept ones.
     """
@@ -280,20 +282,20 @@ class _Chunk:
         return torch.where(codes_RK >= 2, -values_RK, values_RK)
 
     def check(self, data: Tensor) -> None:
-        """Raise what is wrong with places that no encoder writes."""
+        """Raise an error for positions that no encoder writes."""
         if self.is_mask:
             marks = data[:, 4 : self.codes_at]
             mask = _unpack(marks, 1, 8 * marks.shape[1])
             if bool((mask.sum(1) != self.kept).any()) or bool(mask[:, self.count :].any()):
                 raise UnsoundUpdateError(
-                    f"a chunk does not mark {self.kept} places of {self.count}"
+                    f"a chunk does not mark {self.kept} positions of {self.count}"
                 )
             return
         ordered_RK = self.places(data).sort(dim=1).values
         if bool((ordered_RK[:, -1] >= self.count).any()):
-            raise UnsoundUpdateError("a place lies outside of its chunk")
+            raise UnsoundUpdateError("a position is outside of its chunk")
         if bool((ordered_RK[:, 1:] == ordered_RK[:, :-1]).any()):
-            raise UnsoundUpdateError("a place occurs twice in a chunk")
+            raise UnsoundUpdateError("a position occurs twice in a chunk")
 
 
 def add_topk(data: Tensor, out: Tensor, density: float, *, weight: float) -> None:
@@ -302,11 +304,11 @@ def add_topk(data: Tensor, out: Tensor, density: float, *, weight: float) -> Non
         values = chunk.values(part)
         if weight != 1.0:
             values.mul_(weight)
-        rows.scatter_add_(1, chunk.places(part), values)  # each place occurs once in a chunk
+        rows.scatter_add_(1, chunk.places(part), values)  # each position occurs once in a chunk
 
 
 def check_topk(data: Tensor, n: int, density: float) -> None:
-    """Look whether bytes are such as `encode` writes; UnsoundUpdateError where they are not."""
+    """Check that bytes have the form of `encode`'s output; raises UnsoundUpdateError otherwise."""
     for chunk, _, part in _chunks(torch.empty(n, dtype=torch.int8), data, density):
         chunk.check(part)
 
@@ -323,7 +325,7 @@ def _chunks(x: Tensor, data: Tensor, density: float) -> Iterator[tuple[_Chunk, T
 
 
 def _pack(numbers: Tensor, bits: int) -> Tensor:
-    # Rows of whole numbers as rows of bytes, with so many bits of each, the lowest first.
+    # Rows of integers as rows of bytes, with `bits` bits of each, the lowest first.
     ones = numbers.to(torch.int16).numpy()[:, :, np.newaxis] >> np.arange(bits, dtype=np.int16) & 1
     packed = np.packbits(ones.reshape(len(ones), -1).astype(bool), axis=1, bitorder="little")
     return torch.from_numpy(packed)

@@ -1,8 +1,8 @@
-"""The outer optimizer on one rank's pieces of one fragment; knows of no engine and no network.
+"""The outer optimizer on one rank's pieces of one fragment; independent of engine and network.
 
-Whatever all clusters must have in common, outer parameters and momentum, is computed with one
-operation at a time: a fused multiply-add rounds once where two operations round twice, and not
-every processor has it. Nor does any such number depend on the order in which a library adds up.
+Values that must be equal on all clusters, outer parameters and momentum, are computed with one
+operation at a time: a fused multiply-add rounds once instead of twice, and not every processor has
+it. These values also do not depend on the order of a library's summation.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from isles.outer.codec import Codec, UnsoundUpdateError
 from isles.outer.layout import Piece
 
 Mode = Literal["on_time", "overlap", "late", "idle"]
-"""How an average finds this cluster's weights.
+"""Relation of an average to this cluster's weights.
 
-on_time: they are those of the contribution, which is in the average: they become the outer
-parameters.
-overlap: inner steps were made since the contribution, which is in the average.
-late: this cluster's contribution is not in the average, or it made none.
-idle: so, and nothing was learnt here since the last average: they become the outer parameters.
+on_time: the weights are those of the contribution, which is in the average. They become the outer
+parameters. overlap: inner steps were made since the contribution, which is in the average. late:
+this cluster's contribution is not in the average, or it made none. idle: late, without progress
+since the last average. The weights become the outer parameters.
 """
 
 
@@ -38,17 +37,17 @@ class OuterSettings:
     lr: float = 0.7
     momentum: float = 0.9
     max_norm: float | None = None
-    """A longer averaged pseudo-gradient of a fragment is shortened to this."""
+    """Largest norm of a fragment's averaged pseudo-gradient; a longer one is clipped."""
 
 
 _LANES = 1 << 16
 
 
 class FragmentShare:
-    """Outer parameters, momentum, and what encoding has left out so far, in CPU memory.
+    """Outer parameters, momentum, and accumulated encoding error, in CPU memory.
 
     Args:
-        pieces: those that this rank keeps.
+        pieces: pieces of this rank.
         is_pinned: whether a GPU copies from and to this memory.
 
     Source: Douillard et al. 2023 (arXiv:2311.08105).
@@ -68,37 +67,37 @@ class FragmentShare:
         self.snapshot: Tensor | None = None
         """The local weights of a contribution that no average has answered yet."""
         self.encoded: Tensor | None = None
-        """Its bytes, once it is encoded."""
+        """Its encoded bytes."""
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """The pieces of a tensor that holds all of them in a row."""
+        """Split a tensor with all pieces in a row."""
         return list(torch.split(flat, self.counts)) if self.counts else []
 
     def piece(self, flat: Tensor, index: int) -> Tensor:
-        """One piece of a tensor that holds all of them in a row."""
+        """One piece of a tensor with all pieces in a row."""
         return flat[self._ends[index] : self._ends[index + 1]]
 
     def begin_snapshot(self) -> list[Tensor]:
-        """Room for the local weights of a contribution, by piece; to be filled by the caller."""
+        """Buffers for the local weights of a contribution, by piece; the caller fills them."""
         if self.snapshot is None:
             self.snapshot = self._zeros()
         self.encoded = None
         return self.split(self.snapshot)
 
     def drop_snapshot(self) -> None:
-        """Forget a contribution that is in no average: its steps stay in the next one."""
+        """Forget a contribution that is in no average: its progress stays in the next one."""
         self.snapshot = self.encoded = None
 
     def encode(self) -> list[float]:
-        """Encode the pseudo-gradient of the snapshot, and what is still owed, into `encoded`.
+        """Encode the pseudo-gradient of the snapshot, plus the residual, into `encoded`.
 
-        Nothing else changes: what this leaves out counts once the contribution is averaged.
+        Nothing else changes: the encoding error counts only after the contribution is averaged.
 
         Returns:
             For each piece the sum of the squares of its pseudo-gradient.
 
         Raises:
-            UnsoundUpdateError: a number is not finite, or too large; it names the parameter.
+            UnsoundUpdateError: a number is not finite, or too large; the text has the parameter.
         """
         encoded = torch.empty(sum(self._encoded_sizes), dtype=torch.uint8)
         squares = []
@@ -116,12 +115,12 @@ class FragmentShare:
         return squares
 
     def average_sizes(self, num_parts: int) -> list[int]:
-        """Bytes of each piece of an average over so many contributions."""
+        """Bytes of each piece of an average over `num_parts` contributions."""
         text = self._codec.text
         return [average_size(text, count, num_parts) for count in self.counts]
 
     def square_sums(self, average: Tensor, num_parts: int) -> list[float]:
-        """For each piece of an average the sum of its squares; not finite where it is not."""
+        """For each piece of an average the sum of its squares; not finite if the piece is not."""
         sums = []
         for data, count in zip(self._cut(average, num_parts), self.counts, strict=True):
             gradient = torch.empty(count)
@@ -143,19 +142,20 @@ class FragmentShare:
 
         Args:
             average: the bytes of this rank's pieces, one after the other.
-            num_parts: contributions in it.
-            alpha: overlap: which part of the way from the snapshot to the outer parameters is not
-                gone.
-            scale: what the averaged pseudo-gradient is multiplied with, see `clip_scale`.
+            num_parts: number of contributions in it.
+            alpha: overlap: fraction of the way from the snapshot to the outer parameters that the
+                weights
+                do not move.
+            scale: factor of the averaged pseudo-gradient, see `clip_scale`.
             is_warmup: average only, with learning rate 1 and no momentum.
 
         Returns:
-            What is to be added to the local weights; None: they become the outer parameters.
+            The change of the local weights; None: they become the outer parameters.
         """
         is_in = mode in ("on_time", "overlap")
         assert not is_in or self.snapshot is not None, "an average without a contribution"
         if is_in and self.error is not None and self.encoded is None:
-            self.encode()  # it was loaded from a checkpoint, which gives the same bytes
+            self.encode()  # it was loaded from a checkpoint, so encoding gives the same bytes
         contributed: tuple[Tensor, ...] = ()
         if is_in and self.error is not None and self.pieces:
             assert self.encoded is not None
@@ -177,9 +177,9 @@ class FragmentShare:
         return move
 
     def adopt(self, outer_param: Tensor, momentum: Tensor | None) -> Tensor:
-        """Take over another cluster's state; returns what the outer parameters have moved by.
+        """Load another cluster's state; returns the change of the outer parameters.
 
-        A contribution under way is dropped.
+        A contribution in progress is dropped.
         """
         move = outer_param - self.outer_param
         self.outer_param.copy_(outer_param)
@@ -198,7 +198,7 @@ class FragmentShare:
             update.add_(error if self._codec.decay == 1.0 else error * self._codec.decay)
 
     def _keep_residual(self, index: int, contributed: Tensor, error: Tensor) -> None:
-        # The contribution was averaged: what its encoding left out is the residual now.
+        # The contribution was averaged, so its encoding error becomes the residual.
         update = self._pseudo_gradient(index)
         self._add_residual(update, index)
         sent = torch.empty_like(update)
@@ -230,7 +230,7 @@ class FragmentShare:
 
 
 def square_sum(x: Tensor) -> float:
-    """The sum of the squares of numbers in fp32; the same bits on every machine."""
+    """The sum of the squares of numbers in fp32; bit for bit the same on every machine."""
     lanes = min(_LANES, 1 << max(0, x.numel() - 1).bit_length())
     total = torch.zeros(lanes, dtype=torch.float64)
     for part in torch.split(x, lanes):
@@ -248,5 +248,5 @@ def total_norm(square_sums: Sequence[float]) -> float:
 
 
 def clip_scale(norm: float, max_norm: float | None) -> float:
-    """What a vector of this norm is multiplied with to be no longer than wanted."""
+    """Factor that clips a vector of this norm to `max_norm`."""
     return 1.0 if max_norm is None or norm <= max_norm else max_norm / norm

@@ -1,7 +1,7 @@
-"""How the trained weights are cut for averaging: fragments of parameters, pieces of parameters.
+"""Division of the trained weights for averaging: fragments of parameters, pieces of parameters.
 
-It follows from names and whole shapes alone, so it is the same on all clusters, whatever strategy
-and number of ranks each has.
+It depends only on names and full shapes, so it is the same on all clusters, for any strategy and
+number of ranks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from isles.errors import UserError
 from isles.outer.codec import Codec
 
 PIECE_NUMBERS = 2**20
-"""Numbers in a piece at most: a multiple of the blocks of all codecs."""
+"""Maximum number of elements in a piece: a multiple of the block sizes of all codecs."""
 
 _FORMAT = 2
-"""Raised when the same names and shapes are cut or encoded in another way."""
+"""Version of the division and encoding; raise it when they change."""
 
 _BLOCK = re.compile(r"^(.*?\.\d+)\.")
 
@@ -42,33 +42,34 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """What is averaged in one outer step: parameters, and the pieces of them in the same order."""
+    """Parameters that are averaged in one outer step, and their pieces in the same order."""
 
     names: tuple[str, ...]
     pieces: tuple[Piece, ...]
 
     def by_name(self) -> list[tuple[str, range]]:
-        """Its parameters, and the places of their pieces in `pieces`."""
+        """Its parameters, and the positions of their pieces in `pieces`."""
         counts = Counter(piece.name for piece in self.pieces)
         ends = [0, *itertools.accumulate(counts[name] for name in self.names)]
         runs = itertools.starmap(range, itertools.pairwise(ends))
         return list(zip(self.names, runs, strict=True))
 
     def owners(self, size: int) -> list[int]:
-        """The rank of so many that keeps each piece: runs of pieces, about as many numbers each."""
+        """The rank, out of `size`, that keeps each piece: contiguous pieces, about equal numbers
+        per rank."""
         ends = [0, *itertools.accumulate(piece.count for piece in self.pieces)]
         middles = [(start + stop) / 2 for start, stop in itertools.pairwise(ends)]
         return [min(size - 1, int(middle * size / ends[-1])) for middle in middles]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """All fragments, and how they are encoded.
+class FragmentLayout:
+    """All fragments, and their encoding.
 
     Args:
-        shapes: whole shapes of the trained parameters, in the model's order.
-        fragments: what is averaged in rotation: outer step T is of fragment T mod their number.
-        piece_numbers: in a piece at most.
+        shapes: full shapes of the trained parameters, in the model's order.
+        fragments: averaged in rotation: outer step T is for fragment T mod their number.
+        piece_numbers: maximum number of elements in a piece.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -78,7 +79,7 @@ class Layout:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what must be equal on all clusters."""
+        """SHA-256 of everything that must be equal on all clusters."""
         description = {
             "format": _FORMAT,
             "shapes": [[name, *shape] for name, shape in self.shapes.items()],
@@ -90,7 +91,7 @@ class Layout:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def piece_counts(self, fragment: int) -> list[int]:
-        """How many numbers each piece of a fragment has, in the order of its bytes."""
+        """Number of elements of each piece of a fragment, in the order of its bytes."""
         return [piece.count for piece in self.fragments[fragment].pieces]
 
 
@@ -100,14 +101,14 @@ def make_layout(
     *,
     num_fragments: int = 1,
     piece_numbers: int = PIECE_NUMBERS,
-) -> Layout:
-    """Cut the trained parameters.
+) -> FragmentLayout:
+    """Divide the trained parameters.
 
-    The blocks of the model go to the fragments in rotation, as strides of Streaming DiLoCo; what
-    lies in no block goes, the largest first, to the fragment that has least.
+    The blocks of the model go to the fragments in rotation, like the strides of Streaming DiLoCo.
+    Other parameters go, the largest first, to the smallest fragment.
 
     Raises:
-        UserError: there is nothing to average, or less than one parameter for each fragment.
+        UserError: nothing is trained, or there is less than one parameter per fragment.
 
     Source: Douillard et al. 2025 (arXiv:2501.18512), section 2.2.
     """
@@ -115,8 +116,8 @@ def make_layout(
     allocated = _allocate({name: size for name, size in sizes.items() if size}, num_fragments)
     if not all(allocated):
         raise UserError(
-            f"{num_fragments} fragments are more than the blocks and ends of what is trained: "
-            f"only {sum(map(bool, allocated))} would have anything in them",
+            f"{num_fragments} fragments are too many for the trained blocks and ends: only "
+            f"{sum(map(bool, allocated))} fragments would contain parameters",
             where="outer.fragments",
             fix="use fewer fragments than the model has blocks",
         )
@@ -130,7 +131,7 @@ def make_layout(
         )
         fragments.append(Fragment(ordered, pieces))
     own = {name: tuple(map(int, shape)) for name, shape in shapes.items()}
-    return Layout(own, tuple(fragments), codec, piece_numbers)
+    return FragmentLayout(own, tuple(fragments), codec, piece_numbers)
 
 
 def _allocate(sizes: Mapping[str, int], num_fragments: int) -> list[set[str]]:

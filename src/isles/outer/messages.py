@@ -1,7 +1,7 @@
-"""What travels: between clusters and the hub (over HTTP), and between the ranks of a cluster.
+"""Messages between clusters and the hub (over HTTP), and between the ranks of a cluster.
 
-First the bodies of requests and answers; then the commands that rank 0 broadcasts to its ranks; at
-last the chunks in which files are sent.
+First the bodies of requests and answers; then the commands that rank 0 broadcasts to its ranks;
+last the chunks of files.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 from isles.run.relay import LONGEST
 
 CHUNK_BYTES = 2**20
-"""Every file travels in chunks of this size (the last one is what is left)."""
+"""Size of a file's chunks (the last chunk may be smaller)."""
 
 PROTOCOL = 6
-"""Raised when an older cluster could no longer talk with a newer hub."""
+"""Version of the protocol; raise it when an older cluster could no longer talk to a newer hub."""
 
-# Every value that a cluster or a hub sends has its bound here. The hub adds bounds that depend on
-# the run.
+# Every value from a cluster or a hub has its bound here. The hub adds bounds that depend on the
+# run.
 
 MOST_CLUSTERS = 4096
 
@@ -33,21 +33,21 @@ Id = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Word = Annotated[str, StringConstraints(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
 Phase = Annotated[str, StringConstraints(max_length=64, pattern=r"^[ -~]*$")]
-"""Terminals show these texts."""
+"""Text without control characters, because terminals show it."""
 Words = Annotated[str, StringConstraints(max_length=2000)]
-"""Why something is as it is; logs and people are given it as a whole."""
+"""A reason; logs and people get the whole text."""
 NameOrNone = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$")]
 Sha256OrNone = Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{64})?$")]
 Names = Annotated[list[Name], Field(max_length=MOST_CLUSTERS)]
 
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 Steps = Annotated[int, Field(ge=0, le=10**12)]
-"""Inner or outer steps; `training.max_steps` allows no more."""
+"""Number of inner or outer steps; `training.max_steps` allows no more."""
 
 Bytes = Annotated[int, Field(ge=0, le=2**60)]
 Tokens = Annotated[int, Field(gt=0, lt=2**62)]
 PieceSize = Annotated[int, Field(gt=0, le=2**24)]
-"""Numbers in a piece: the hub has a few pieces of each contribution in its memory."""
+"""Number of elements in a piece: the hub has a few pieces of each contribution in its memory."""
 
 Pace = Annotated[int, Field(ge=0, le=100_000)]
 Finite = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
@@ -55,7 +55,7 @@ Finite = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 LAST_SAMPLE = 2**56
 """End of the sample numbers that can be leased, far below the reserved numbers."""
 MOST_LEASED = 2**32
-"""Samples in one lease; a thousand inner steps of four million samples each."""
+"""Maximum samples in one lease; a thousand inner steps of four million samples each."""
 MOST_SPANS = 4096
 
 
@@ -67,98 +67,100 @@ def _spans(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 Interval = tuple[Count, Count]
-"""Samples from a number up to, without, another."""
+"""Half-open interval of sample numbers."""
 
 Intervals = Annotated[list[Interval], Field(max_length=MOST_SPANS), AfterValidator(_spans)]
 AnswerIntervals = Annotated[list[Interval], Field(max_length=100_000), AfterValidator(_spans)]
 
 
 class Message(BaseModel):
-    """A body of a request: nothing unknown, nothing converted."""
+    """Body of a request: unknown keys are refused, values are not converted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Answer(BaseModel):
-    """A body of an answer; a newer hub may say more than this cluster knows."""
+    """Body of an answer; a newer hub may send more keys than this cluster knows."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class Join(Message):
-    """A cluster asks to take part, or to go on doing so."""
+    """A cluster's request to join or rejoin."""
 
     id: Id
     name: Name
     protocol: Steps = PROTOCOL
     identity: Annotated[dict[Word, Word], Field(max_length=64)]
-    """What must be equal on all clusters (layout, outer settings …), by its name."""
+    """Values that must be equal on all clusters (layout, outer settings …), by name."""
     codec: Annotated[str, StringConstraints(max_length=64, pattern=r"^[ -~]*$")]
-    """As `isles.outer.codec.base.parse_codec` reads it."""
+    """As parsed by `isles.outer.codec.parse_codec`."""
     pieces: Annotated[
         list[Annotated[list[PieceSize], Field(max_length=2**21)]],
         Field(min_length=1, max_length=4096),
     ]
-    """Of each fragment its pieces: numbers of elements."""
+    """For each fragment the sizes of its pieces, in elements."""
     version: Steps
-    """Outer steps applied to the outer parameters that it holds."""
+    """Number of outer steps applied to its outer parameters."""
     has: Steps = 0
-    """Outer steps that it has applied, or can with averages that it has kept: `version` or more."""
+    """Number of outer steps that it has applied, or can apply with stored averages: at least
+    `version`."""
     outer_params: Annotated[list[Sha256], Field(max_length=4096)]
-    """Of each fragment the digest of its outer parameters."""
+    """For each fragment the digest of its outer parameters."""
     holding: Intervals = []
-    """Samples that it has leased before and still means to train on, or has trained on since its
-    last committed contribution. Whatever else it has leased is leased to others."""
+    """Samples that it has leased and still wants to train on, or has trained on since its last
+    committed contribution. Its other leased samples are leased to others."""
 
 
 Standing = Literal["first", "current", "late", "behind"]
 
 
 class RunRules(Answer):
-    """What a cluster must know of the hub's rules."""
+    """Rules of the hub that a cluster must know."""
 
     dead_after_s: Annotated[float, Field(gt=0)] = math.inf
 
 
 class JoinAnswer(Answer):
     standing: Standing
-    """first: its weights are the run's. current: go on. late: apply the averages of the outer steps
-    from `version` to `outer_step`, one after the other. behind: pull the state and join again."""
+    """first: its weights are the run's. current: continue. late: apply the averages of the outer
+    steps from `version` to `outer_step`, in order. behind: pull the state and rejoin."""
     outer_step: Count
-    """The next outer step to be committed: so many have been."""
+    """The next outer step to be committed, which is the number of committed ones."""
     from_step: Count
     """The first outer step that waits for this cluster."""
     settings: RunRules
     lost: AnswerIntervals
-    """Of `holding`, the samples that others have been leased meanwhile: not to be trained on."""
+    """Samples of `holding` that were leased to others in the meantime: do not train on them."""
     why: Words = ""
-    """For `behind`: why."""
+    """Reason for `behind`."""
 
 
 class Heartbeat(Message):
-    """A sign of life."""
+    """A heartbeat."""
 
     id: Id
     step: Steps
-    """Inner steps done."""
+    """Number of inner steps done."""
     version: Steps
     has: Steps = 0
     """See `Join.has`."""
     since: Steps = 0
-    """Inner steps since the last contribution."""
+    """Number of inner steps since the last contribution."""
     tokens_per_s: Finite = 0.0
     phase: Phase = ""
     sent_bytes: Bytes = 0
     received_bytes: Bytes = 0
     sync_every: Pace = 0
-    """Inner steps that this cluster would have in a round, for its link; 0: it asks for none."""
+    """Inner steps per round that this cluster's link needs; 0: no request."""
     loss: Annotated[float, Field(allow_inf_nan=False, ge=-1e15, le=1e15)] | None = None
     exposed_s: Finite = 0.0
-    """Seconds in which no inner step was made, because of outer ones; in this attempt."""
+    """Seconds without inner steps because of outer steps; in this attempt."""
     hidden_s: Finite = 0.0
-    """Seconds in which outer steps went on beside inner ones; in this attempt."""
+    """Seconds of outer steps during inner steps; in this attempt."""
     ends: bool = False
-    """Nothing of this cluster is left that is in no average, nor will be: no round waits for it."""
+    """Whether all work of this cluster is in averages, and no more will come: no round waits for
+    it."""
 
 
 class OpenRound(Answer):
@@ -166,7 +168,7 @@ class OpenRound(Answer):
 
     outer_step: Count
     due_in_s: Finite | None = None
-    """It is closed then without the missing; None where nothing is decided yet."""
+    """Seconds until it closes without the missing clusters; None if not decided yet."""
     contributed: Names = []
     waits_for: Names = []
 
@@ -175,17 +177,17 @@ class HeartbeatAnswer(Answer):
     outer_step: Count
     open: Annotated[list[OpenRound], Field(max_length=4096)]
     members: Names
-    """The living, by name."""
+    """Living clusters, by name."""
     command: Literal["", "pull", "reset"] = ""
-    """pull: your outer parameters are not the run's, pull the state. reset: go back to your outer
-    parameters (your local steps have been refused)."""
+    """pull: your outer parameters differ from the run's, so pull the state. reset: go back to your
+    outer parameters (your local steps were refused)."""
     command_reason: Words = ""
     ended: Count | None = None
-    """All end with so many outer steps applied; None: one of them may still contribute."""
+    """Number of outer steps after which all clusters end; None: a cluster may still contribute."""
     send_state: bool = False
-    """A cluster needs the state, and this one is asked for it."""
+    """Whether this cluster must send its state to a cluster that needs it."""
     sync_every: Pace = 0
-    """The largest of the living clusters' paces; 0: nobody asks for one."""
+    """The largest pace of the living clusters; 0: no cluster requests one."""
 
 
 class LeaseRequest(Message):
@@ -193,8 +195,7 @@ class LeaseRequest(Message):
 
     id: Id
     number: Annotated[int, Field(gt=0, le=10**12)]
-    """Counts this cluster's leases up: a claim that is repeated with the same number gives the
-    same samples."""
+    """Number of this request: a repeated request with the same number gives the same samples."""
     samples: Annotated[int, Field(gt=0, le=MOST_LEASED)]
 
 
@@ -203,35 +204,36 @@ class LeaseAnswer(Answer):
 
 
 class Contribution(Message):
-    """What one cluster adds to an outer step, once all its bytes have been sent."""
+    """One cluster's contribution to an outer step, sent after all its bytes."""
 
     id: Id
     tokens: Tokens
-    """The weight: trained on since the last contribution to this fragment, as far as possible."""
+    """The weight: tokens trained on since the last contribution to this fragment, as far as
+    possible."""
     steps: Steps
     samples: Intervals
-    """Trained on since the last contribution to any fragment."""
+    """Samples trained on since the last contribution to any fragment."""
     digest: Sha256
     """sha256 over the sha256 (as bytes) of all chunks, in order."""
 
 
 class ContributionAnswer(Answer):
     is_measured: bool = True
-    """False: the hub is still looking at its numbers; say again that it is complete."""
+    """False: the hub is still measuring it; report its completion again."""
 
 
 class RoundAnswer(OpenRound):
     state: Literal["future", "collecting", "averaging", "committed"]
     weights: Annotated[dict[Name, Count], Field(max_length=MOST_CLUSTERS)] = {}
-    """Committed: the tokens of each cluster that took part."""
+    """If committed: the tokens of each cluster that took part."""
     refused: Annotated[dict[Name, Words], Field(max_length=MOST_CLUSTERS)] = {}
-    """Clusters whose contribution was refused, and why."""
+    """Clusters whose contribution was refused, with the reason."""
     digest: Sha256OrNone = ""
     size_bytes: Count = 0
-    """Committed: bytes of the average; 0 where all contributions were refused, so that there is
-    none and the outer step changes nothing."""
+    """If committed: bytes of the average; 0 if all contributions were refused, so that there is no
+    average and the outer step changes nothing."""
     is_kept: bool = False
-    """Its average can be downloaded."""
+    """Whether its average can be downloaded."""
 
 
 class Received(Answer):
@@ -242,18 +244,18 @@ class Received(Answer):
 
 
 class HeldAnswer(Answer):
-    """Whether all clusters that live have the average of an outer step."""
+    """Whether all living clusters have the average of an outer step."""
 
     is_everywhere: bool
 
 
 class Applied(Message):
-    """A cluster has applied an average."""
+    """A report that a cluster has applied an average."""
 
     id: Id
     outer_step: Steps
     outer_params: Sha256
-    """Digest of the fragment's outer parameters thereafter."""
+    """Digest of the fragment's outer parameters after it."""
 
 
 class StateFile(Message):
@@ -284,34 +286,34 @@ class StateAnswer(Answer):
     """The state for a cluster that is behind."""
 
     state: Count | None
-    """Its number; None: not there yet."""
+    """Its number; None: not available yet."""
     version: Count = 0
     source: NameOrNone = ""
-    """Who gives it, or is asked for it; empty where nobody can."""
+    """The member that sends it, or is asked for it; empty if no member can."""
     outer_params: Annotated[list[Sha256], Field(max_length=4096)] = []
     files: Annotated[list[StateFile], Field(max_length=4096)] = []
 
 
 class LeaveRun(Message):
-    """A cluster ends."""
+    """A report that a cluster leaves."""
 
     id: Id
     has_finished: bool = False
-    """Its training is over; else it pauses, and comes back."""
+    """Whether its training is over; else it pauses, and comes back."""
 
 
 class OnlyId(Message):
-    """A body that says no more than who speaks."""
+    """A body with only the sender's id."""
 
     id: Id
 
 
 class Shown(Message):
-    """What a cluster shows of itself to people who have no way to its machines."""
+    """A cluster's record for people who cannot reach its machines."""
 
     id: Id
     record: Annotated[str, StringConstraints(max_length=LONGEST, pattern=r"^[A-Za-z0-9+/=]*$")]
-    """As `isles.run.relay` packs it. The hub only keeps it."""
+    """As packed by `isles.run.relay`. The hub only stores it."""
 
 
 class ErrorBody(Answer):
@@ -320,7 +322,7 @@ class ErrorBody(Answer):
     fix: str = ""
 
 
-# Commands. Rank 0 broadcasts them between two inner steps; all ranks do them in their order.
+# Commands. Rank 0 broadcasts them between two inner steps; all ranks execute them in order.
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,9 +330,9 @@ class Pending:
     """A contribution that no average has answered yet.
 
     Args:
-        outer_step: to which outer step.
-        tokens: its weight: what the pseudo-gradient was trained on, at least 1.
-        inner_steps: in it.
+        outer_step: its outer step.
+        tokens: its weight: number of tokens of the pseudo-gradient, at least 1.
+        inner_steps: number of inner steps in it.
         samples: trained on since the last contribution to any fragment, and those of earlier
             contributions that are in no average.
         steps: inner steps of this cluster when it was made.
@@ -344,7 +346,7 @@ class Pending:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Pending:
-        """What `dataclasses.asdict` gave, through JSON."""
+        """Read the result of `dataclasses.asdict`, after JSON."""
         samples = tuple((int(start), int(stop)) for start, stop in record["samples"])
         return cls(**{**record, "samples": samples})
 
@@ -358,15 +360,15 @@ class Contribute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Apply:
-    """Apply the average of an outer step. One comes after the other; none is left out.
+    """Apply the average of an outer step. Averages come in order, without gaps.
 
     Args:
         path: the average; rank 0's client removes it later. None: the outer step changes nothing,
-            since all contributions were refused.
+            because all contributions were refused.
         weights: the tokens of each cluster that took part.
-        refused: clusters whose contribution was refused, and why; not all, where there are many.
+        refused: clusters whose contribution was refused, with the reason; only some of many.
         sent_bytes, send_s: of this cluster's contribution.
-        step: the number that the last inner step has at least, from then on.
+        step: minimum number of the last inner step, from then on.
     """
 
     outer_step: int
@@ -383,13 +385,13 @@ class Apply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopt:
-    """Take over another cluster's outer state.
+    """Copy another cluster's outer state.
 
     Args:
-        version: outer steps applied to it.
+        version: number of outer steps applied to it.
         paths: a file for each fragment.
-        outer_params: of each fragment the digest of its outer parameters.
-        source: the cluster that gave it.
+        outer_params: for each fragment the digest of its outer parameters.
+        source: the cluster that sent it.
         step: as in `Apply`.
     """
 
@@ -407,35 +409,36 @@ class SendState:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """Go back to the outer parameters: the steps since were refused."""
+    """Go back to the outer parameters: the steps since then were refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Samples that are this cluster's alone."""
+    """Samples for this cluster alone."""
 
     samples: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """Samples of an earlier lease that others have by now: do not train on them."""
+    """Samples of an earlier lease that others have now: do not train on them."""
 
     samples: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class UseReserve:
-    """Go on with so many samples that nobody leases, as long as the hub is away."""
+    """Continue with `count` samples that are never leased, while the hub is unreachable."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """All clusters have nothing left to average: after so many outer steps they hold the same.
+    """All clusters have nothing left to average: after this many outer steps they have equal
+    weights.
 
-    Comes again and again, once this cluster has reported `ends`.
+    Sent repeatedly, after this cluster has reported `ends`.
     """
 
     version: int
@@ -456,7 +459,8 @@ def chunk_size(size_bytes: int, index: int) -> int:
 
 
 def digest_of(chunks: Iterable[str]) -> str:
-    """The digest of a file: sha256 over the sha256 of its chunks, so that none is read twice."""
+    """The digest of a file: sha256 over the sha256 of its chunks, so that the file is read only
+    once."""
     return hashlib.sha256(b"".join(bytes.fromhex(chunk) for chunk in chunks)).hexdigest()
 
 

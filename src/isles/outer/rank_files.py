@@ -1,4 +1,4 @@
-"""Bytes between rank 0's files and the ranks' shares of them, in bounded memory."""
+"""Transfer between rank 0's files and the ranks' shares of them, in bounded memory."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _AT_ONCE = 8 * 2**20
 
 
 class RankFiles:
-    """The ranks of one cluster, and a CPU group of their own for files. All must call every method.
+    """The ranks of one cluster, with a separate CPU group for files. All ranks must call every
+    method.
 
-    What fails on one rank fails on all of them alike: the exchange itself goes on to its end, so
-    that none is left waiting for another.
+    A failure on one rank fails on all ranks: the exchange itself continues to its end, so that no
+    rank waits for another forever.
     """
 
     def __init__(self, world: World) -> None:
@@ -43,9 +44,9 @@ class RankFiles:
         return [each for each, _ in outcomes]
 
     def gather(self, head: bytes, parts: Sequence[Tensor], path: Path) -> None:
-        """Write a file on rank 0: a head, the first share of all ranks, the second of all, ...
+        """Write a file on rank 0: a header, the first share of all ranks, the second of all, ...
 
-        It has its name when it is whole.
+        The file gets its name when it is complete.
 
         Raises:
             TrainingError: rank 0 could not write it; on every rank.
@@ -70,18 +71,19 @@ class RankFiles:
         self.agree(None, failure)
 
     def scatter(self, path: Path, head: bytes, goals: Sequence[Tensor]) -> None:
-        """Read a file that `gather` has written, and that must begin with a head.
+        """Read a file written by `gather`, which must begin with a header.
 
         Raises:
-            TrainingError: it could not be read, or is not what it should be; on every rank, which
-                must not use what has come.
+            TrainingError: it could not be read, or has the wrong content; on every rank. The ranks
+                must
+                not use the received data then.
         """
         failure = file = None
         try:
             if self._world.is_main:
                 file = path.open("rb")
                 if file.read(len(head)) != head:
-                    raise OSError(None, "it is of another fragment, layout or outer step")
+                    raise OSError(None, "it belongs to another fragment, layout or outer step")
         except OSError as error:
             failure = self._failure(path, error)
         for block, owner in self._blocks(goals):
@@ -89,8 +91,8 @@ class RankFiles:
             if file is not None and failure is None:
                 try:
                     if file.readinto(view) != len(view):
-                        raise OSError(None, "it is shorter than it must be")
-                except OSError as error:  # the others wait for what is sent below
+                        raise OSError(None, "it is too short")
+                except OSError as error:  # the others wait for the data sent below
                     failure = self._failure(path, error)
             if owner and self._world.is_main:
                 dist.send(block, dst=owner, group=self._group)
@@ -100,7 +102,7 @@ class RankFiles:
             try:
                 with file:
                     if failure is None and file.read(1):
-                        raise OSError(None, "it is longer than it must be")
+                        raise OSError(None, "it is too long")
             except OSError as error:
                 failure = self._failure(path, error)
         self.agree(None, failure)
@@ -115,8 +117,8 @@ class RankFiles:
             yield block
 
     def _blocks(self, parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
-        # This rank's bytes, and on rank 0 room for those of the others, in the order of the file;
-        # with the rank that they are of.
+        # This rank's bytes, and on rank 0 buffers for the bytes of the others, in the order of the
+        # file; with the rank that they belong to.
         sizes = self.agree([part.nbytes for part in parts])
         for index, part in enumerate(parts):
             for owner, own in enumerate(sizes):
@@ -131,6 +133,6 @@ class RankFiles:
         return TrainingError(
             f"{path.name}: {error.strerror or error}",
             where=f"{path}, rank 0 on {self._world.host}",
-            fix="is the disk full, or was something in that folder changed by hand? nothing was "
-            "taken over from it",
+            fix="check whether the disk is full, or whether files in that folder were changed "
+            "manually; isles used no data from it",
         )

@@ -1,4 +1,4 @@
-"""Sample numbers as intervals (from a number up to, without, another), and those of one cluster."""
+"""Half-open intervals of sample numbers, and the samples of one cluster."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from numpy.typing import NDArray
 Interval = tuple[int, int]
 
 RESERVE = 2**57
-"""Sample numbers from here on are leased by nobody: each cluster has a range of its own."""
+"""First reserved sample number. Reserved numbers are never leased: each cluster has a separate
+range."""
 _RESERVE_EACH = 2**32
 
 
 def reserve_of(member_id: str) -> Interval:
-    """The sample numbers that a cluster may read while no hub deals any."""
+    """The sample numbers that a cluster may read while no hub leases any."""
     start = RESERVE + int(member_id[:6], 16) * _RESERVE_EACH
     return start, start + _RESERVE_EACH
 
 
 def leased(spans: Sequence[Interval]) -> list[Interval]:
-    """Without those of a reserve."""
+    """The intervals without reserved numbers."""
     return [span for span in spans if span[0] < RESERVE]
 
 
 def joined(spans: Sequence[Interval]) -> list[Interval]:
-    """The same numbers in as few intervals as can be, in order, each number once."""
+    """The same numbers in the fewest intervals, in order, each number once."""
     result: list[Interval] = []
     for start, stop in sorted(spans):
         if result and start <= result[-1][1]:
@@ -55,14 +56,14 @@ def without(spans: Sequence[Interval], gone: Sequence[Interval]) -> list[Interva
 
 
 Run = tuple[int, int, int]
-"""From this place in the cluster's own order, the samples from a number up to another."""
+"""A position in the cluster's own order, and the interval of samples from there on."""
 
 
 class OwnSamples:
-    """The samples of one cluster in the order in which it reads them; the same on all its ranks.
+    """The samples of one cluster in reading order; the same on all its ranks.
 
-    `progress.samples` is a place in this order. What is leased is put at its end; what was lost to
-    others and is not read yet is taken out.
+    `progress.samples` is a position in this order. Leased samples are added at the end. Samples
+    lost to others that are not read yet are removed.
     """
 
     def __init__(self, member_id: str) -> None:
@@ -76,7 +77,7 @@ class OwnSamples:
         self._reserve, _ = reserve_of(member_id)
 
     def covers(self, first: int, count: int) -> bool:
-        """Whether it is known which samples these places have."""
+        """Whether the samples at these positions are known."""
         return first + count <= self._end
 
     def left(self, cursor: int) -> int:
@@ -89,7 +90,7 @@ class OwnSamples:
         return found
 
     def spans(self, first: int, end: int) -> list[Interval]:
-        """The samples from one place up to another, in their order."""
+        """The samples between two positions, in their order."""
         found = []
         for place, start, stop in self._runs:
             low, high = max(first, place), min(end, place + stop - start)
@@ -98,7 +99,7 @@ class OwnSamples:
         return found
 
     def add(self, spans: Sequence[Interval]) -> None:
-        """These are the cluster's, after all that it has."""
+        """Add samples at the end."""
         self._gone = without(self._gone, spans)
         for start, stop in spans:
             self._runs = (*self._runs, (self._end, start, stop))
@@ -107,17 +108,18 @@ class OwnSamples:
                 self.frontier = max(self.frontier, stop)
 
     def add_reserve(self, count: int) -> None:
-        """So many that nobody else can have, for the time in which no hub deals any."""
+        """Add `count` reserved samples, which no other cluster can have, while no hub
+        leases any."""
         self.add([(self._reserve, self._reserve + count)])
         self._reserve += count
 
     def lose(self, spans: Sequence[Interval], cursor: int) -> None:
-        """Others have these: those from the place `cursor` on are not to be read."""
+        """Remove samples that others have, from the position `cursor` on."""
         self._gone = joined([*self._gone, *spans])
         rest = self.spans(cursor, self._end)
         before = [(p, a, min(b, a + cursor - p)) for p, a, b in self._runs if p < cursor]
         self._runs, self._end = tuple(before), cursor
-        for span in rest:  # one after the other: they stay in their order
+        for span in rest:  # one after the other, to keep their order
             self.add(without([span], self._gone))
 
     def take_read(self, cursor: int) -> list[Interval]:
@@ -128,11 +130,12 @@ class OwnSamples:
         return found
 
     def give_back(self, spans: Sequence[Interval]) -> None:
-        """These were in a contribution that is in no average."""
+        """Return the samples of a contribution that is in no average."""
         self._returned = joined([*self._returned, *spans])
 
     def holding(self, pending: Sequence[Interval]) -> list[Interval]:
-        """All leased ones that are not read, or in no average; pending: in contributions."""
+        """All leased samples that are unread, or in no average; pending: samples in
+        contributions."""
         mine = [*self.spans(self._reported, self._end), *self._returned, *pending]
         return without(leased(mine), self._gone)
 
@@ -156,5 +159,6 @@ class OwnSamples:
         self._reserve = int(record["reserve"])
 
     def begin_at(self, cursor: int) -> None:
-        """A run that had no others so far has read as many samples, in the common order."""
+        """Start at a position: a run without other clusters has read this many samples, in the
+        common order."""
         self._end = self._reported = self.frontier = cursor

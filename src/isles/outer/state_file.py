@@ -1,4 +1,4 @@
-"""The file with the state of a fragment: a header that follows from the run, then numbers."""
+"""File with the state of a fragment: a header derived from the run, then numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _AT_ONCE = 8 * 2**20
 def state_head(
     layout: str, fragment: int, version: int, numbers: int, *, has_momentum: bool
 ) -> bytes:
-    """The head of a file with a fragment's state: it differs where anything else differs."""
+    """The header of a file with a fragment's state: it differs if any argument differs."""
     size = 4 * numbers
     known = {"layout": layout, "fragment": str(fragment), "version": str(version)}
     fields = ("outer_param", "momentum") if has_momentum else ("outer_param",)
@@ -33,7 +33,7 @@ def state_head(
 
 
 def momentum_of(identity: Mapping[str, str]) -> bool | None:
-    """Whether the states of a run hold momentum; None: it has not said so."""
+    """Whether the states of a run contain momentum; None: the run has not reported it."""
     text = identity.get("outer.momentum")
     if text is None:
         return None

@@ -1,4 +1,4 @@
-"""The seam between the loop and the way a cluster holds the model."""
+"""Interface between the training loop and a parallelism strategy."""
 
 from __future__ import annotations
 
@@ -25,36 +25,44 @@ class Engine(ABC):
     """The model, its optimizer and their sharding in one cluster."""
 
     model: nn.Module
-    """The model as it is called for evaluation; names of parameters are Hugging Face's."""
+    """The model as called for evaluation, with Hugging Face's parameter names."""
 
     replicas: tuple[int, int]
-    """This rank's number among those that hold the same plain tensors in `state_dict`, and how many
-    they are; (0, 1) where every plain tensor there is this rank's to save."""
+    """This rank's index among the ranks that hold the same plain tensors in `state_dict`, and the
+    number of these ranks; (0, 1) if this rank saves every plain tensor of its `state_dict`."""
 
     @abstractmethod
     def forward_backward(self, batch: Batch, *, loss_divisor: int, is_last: bool) -> Tensor:
-        """Add one micro-batch's gradient. All ranks must call this, as often as the row split says.
+        """Add one micro-batch's gradient. All ranks must call this, once per micro-step of the row
+        split.
 
         Args:
             batch: this rank's micro-batch.
-            loss_divisor: what the summed loss of the whole step is divided by, over all ranks and
-                micro-batches: its target tokens, or its pairs under dpo.
-            is_last: whether gradients travel now; once a step.
+            loss_divisor: divisor of the summed loss of the whole step, over all ranks and
+                micro-batches:
+                its number of target tokens, or of pairs under dpo.
+            is_last: whether gradients are reduced now; once per step.
 
         Returns:
-            This rank's part of the summed loss, a detached fp32 scalar on the
-            rank's device: over all ranks and micro-batches of a step these add up to the global
-            sum. (Ranks that share rows share their loss, or one of them has it; an engine may keep
-            micro-batches back until the last.) The gradient is that of the sum divided by
-            `loss_divisor`.
+            This rank's part of the summed loss, a detached fp32 scalar on the rank's device. Over
+            all
+            ranks and micro-batches of a step, these parts add up to the global sum. (Ranks that
+            share rows
+            share their loss, or one of them has all of it; an engine may postpone micro-batches
+            until the
+            last.) The gradient is the gradient of the sum divided by `loss_divisor`.
         """
 
     @abstractmethod
     def optimizer_step(self, *, lr: float, max_norm: float | None) -> Tensor:
         """Clip, step, and clear the gradients. All ranks must call this.
 
-        A gradient that is not finite changes nothing, then or in any later step: the weights stay
-        those of the last good step until the loop notices, see `good_steps`.
+        A gradient that is not finite changes nothing, in this step or later: the weights stay those
+        of the last good step until the loop notices, see `good_steps`.
+
+        Args:
+            lr: learning rate.
+            max_norm: largest norm after clipping; None: no clipping.
 
         Returns:
             The global gradient norm before clipping, an fp32 scalar on the rank's device.
@@ -64,8 +72,8 @@ class Engine(ABC):
     def evaluate(self, batch: Batch) -> Tensor:
         """This rank's part of the summed loss of one micro-batch, without gradients.
 
-        All ranks must call this, equally often. As in `forward_backward`, save that nothing is
-        kept back.
+        All ranks must call this, equally often. Like `forward_backward`, but never postpones a
+        micro-batch.
         """
 
     @abstractmethod
@@ -79,25 +87,26 @@ class Engine(ABC):
 
     @abstractmethod
     def take_figures(self, *, of_training: bool) -> Mapping[str, Tensor]:
-        """This rank's part of what the method tells besides the loss; see `Objective`."""
+        """This rank's part of the method's metrics other than the loss; see `Objective`."""
 
     @abstractmethod
     def good_steps(self) -> int | None:
-        """Optimizer steps before the first whose loss or gradient was not finite.
+        """Number of optimizer steps before the first step with a loss or gradient that was not
+        finite.
 
-        None while all were good. Waits for the GPU: not to be called in every step there.
+        None if all were finite. Synchronizes with the GPU, so do not call this in every step there.
         """
 
     def communication_s(self) -> float | None:
-        """Seconds of the last timed step in which this rank only waited for communication.
+        """Seconds of the last timed step during which this rank only waited for communication.
 
-        None where it was not timed.
+        None if the step was not timed.
         """
         return None
 
     @abstractmethod
     def trainable(self) -> list[nn.Parameter]:
-        """This rank's parameters, or shards of them, that are trained."""
+        """This rank's trained parameters, or its shards of them."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -108,45 +117,46 @@ class Engine(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave. All ranks must call this."""
+        """Load a state from `state_dict`. All ranks must call this."""
 
     @abstractmethod
     def trained_shapes(self) -> Mapping[str, torch.Size]:
-        """Whole shapes of the trained parameters, in the model's order; tied ones once.
+        """Full shapes of the trained parameters, in the model's order; tied parameters once.
 
         The same under every strategy.
 
         Raises:
-            UserError: this engine cannot give them whole.
+            UserError: this engine cannot gather full parameters.
         """
 
     @abstractmethod
     def whole_weight(self, name: str) -> Tensor:
-        """One trained parameter, whole, in fp32, on the rank's device. All ranks must call this.
+        """One trained parameter, gathered, in fp32, on the rank's device. All ranks must call this.
 
-        Under mixed precision these are the fp32 weights that are stepped. The tensor may be the
-        parameter itself: it is to be read only, before anything changes the weights.
+        Under mixed precision this is the fp32 master weight. The tensor may be the parameter
+        itself: only read it, and only before anything changes the weights.
         """
 
     @abstractmethod
     def set_whole_weight(self, name: str, value: Tensor) -> None:
-        """Give one trained parameter another value. All ranks must call this.
+        """Set one trained parameter. All ranks must call this.
 
         Args:
-            name: of the parameter.
-            value: whole, in fp32, the same on every rank.
+            name: name of the parameter.
+            value: full value, in fp32, the same on every rank.
         """
 
-    def weights_set(self) -> None:  # noqa: B027  # not every engine keeps something of them
-        """After the last `set_whole_weight`, before the model is used. All ranks must call this."""
+    def weights_set(self) -> None:  # noqa: B027  # not every engine caches weights
+        """Called after the last `set_whole_weight`, before the model is used. All ranks must call
+        this."""
 
 
 class TorchEngine(Engine):
-    """What the engines on plain PyTorch share: their parameters are whole, or cut over ranks.
+    """Common part of the engines on plain PyTorch, with parameters whole or sharded over ranks.
 
     Args:
-        model: with its parameters in place, cut or whole.
-        objective: what is minimised, bound to the model; None: the engine computes it itself.
+        model: the model, with its parameters in place, sharded or whole.
+        objective: the loss, bound to the model; None: the engine computes it itself.
         stepper: the optimizers over the parameters of the model.
     """
 
@@ -163,7 +173,7 @@ class TorchEngine(Engine):
         self._bound = objective
         self._stepper = stepper
         self._mesh, self._world = mesh, world
-        # Tied weights are one parameter, under the first of their names.
+        # Tied weights are one parameter, listed under the first of their names.
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     def optimizer_step(self, *, lr: float, max_norm: float | None) -> Tensor:
@@ -225,7 +235,7 @@ class TorchEngine(Engine):
             return self._objective.loss_sum(forward, localize(batch, self._mesh, self.model))
 
     def _counted(self, figure: Tensor) -> Tensor:
-        # Tensor parallel ranks all have the same loss; one of them counts it.
+        # All tensor parallel ranks have the same loss, so only one of them counts it.
         return figure if self._mesh.place.tp == 0 else torch.zeros_like(figure)
 
     def _autocasting(self) -> AbstractContextManager[object]:

@@ -1,4 +1,4 @@
-"""The whole model on every rank; gradients are averaged by DistributedDataParallel."""
+"""DistributedDataParallel: the whole model on every rank, and averaged gradients."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from isles.strategies.stepper import MakeOptimizers, Stepper
 
 
 class DDPEngine(TorchEngine):
-    """One process, or several that hold the same model. See `strategies.base.Engine`.
+    """One process, or several processes with copies of the model. See `strategies.base.Engine`.
 
     Args:
-        comm_sample_every: how often, in steps, communication is timed.
+        comm_sample_every: number of steps between measurements of communication time.
     """
 
     def __init__(
@@ -52,16 +52,17 @@ class DDPEngine(TorchEngine):
             self._forward = self._ddp
 
     def forward_backward(self, batch: Batch, *, loss_divisor: int, is_last: bool) -> Tensor:
-        # DDP averages over ranks; the global sum over global tokens is wanted.
+        # DDP averages over ranks, but we need the global sum over global tokens.
         scale = self._world.world_size / loss_divisor
         if not self._must_learn_graph:
             return self._backward(batch, scale, syncs=is_last)
-        # A static graph is learnt from the first backward pass, which must not be a quiet one.
+        # DDP learns a static graph from the first backward pass, which must not skip the reduction.
         self._must_learn_graph = False
         others_go_on = max(self._world.gather(not is_last))
         loss_sum = self._backward(batch, scale, syncs=True)
         if is_last and others_go_on:
-            # Once more for those whose last one is still to come: without targets, nothing counts.
+            # A last, empty micro-batch for the ranks that still need a reduction: it has no
+            # targets.
             nothing = torch.full_like(batch.targets_BT, IGNORE_INDEX)
             again = replace(batch, targets_BT=nothing, places_N=None)
             self._backward(again, scale, syncs=True)
@@ -71,7 +72,7 @@ class DDPEngine(TorchEngine):
         return self._stepper.step(lr=lr, max_norm=max_norm, keep_gradients=self._ddp is not None)
 
     def communication_s(self) -> float | None:
-        # The part of DDP's all-reduce that no computation hid.
+        # The part of DDP's all-reduce that did not overlap with computation.
         if self._ddp is None:
             return 0.0
         timed: Any = self._ddp
@@ -98,18 +99,20 @@ def _wrap(
     model: nn.Module, config: DDPStrategyConfig, world: World, comm_sample_every: int
 ) -> DistributedDataParallel:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch 2.11 has only the old name of it
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.11 has it only under the old name
         wrapped = DistributedDataParallel(
             model,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
-            broadcast_buffers=False,  # they are constants, and the same everywhere
-            # The weights are the same already; a frozen model need not travel to find that out.
+            broadcast_buffers=False,  # buffers are constants, and equal on all ranks
+            # The weights are equal already; checking that would send a frozen model over the
+            # network.
             init_sync=all(p.requires_grad for p in model.parameters()),
             bucket_cap_mb=config.bucket_cap_mb,
             static_graph=config.static_graph,
         )
-    # torch compares the hook's annotations with types, and here they are strings: it has none.
+    # torch compares the hook's annotations with types, but ours are strings: so a lambda without
+    # any.
     hook = lambda dtype, bucket: _compress(dtype, bucket)  # noqa: E731, PLW0108
     match config.gradient_compression:
         case "none":
@@ -126,7 +129,7 @@ def _wrap(
 
 
 def _compress(dtype: torch.dtype, bucket: Any) -> torch.futures.Future[Tensor]:
-    # The mean of a bucket, sent in a narrower type; torch's own hook for bf16 refuses gloo.
+    # The mean of a bucket, sent in a narrower dtype; torch's own bf16 hook refuses gloo.
     gradients = bucket.buffer()
     narrow = gradients.div(dist.get_world_size()).to(dtype)
     work = dist.all_reduce(narrow, async_op=True)

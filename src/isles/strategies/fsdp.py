@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state cut over the ranks: FSDP2 (fully_shard)."""
+"""FSDP2 (fully_shard): parameters, gradients and optimizer state sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from isles.strategies.stepper import MakeOptimizers, Stepper
 
 
 class FSDPEngine(TorchEngine):
-    """A model that is cut block by block, and gathered block by block to be used.
+    """A model that is sharded block by block, and gathered block by block for use.
 
     Args:
-        model: on the meta device; tensor parallel, if any, has been applied.
+        model: on the meta device; tensor parallel, if used, has been applied.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class FSDPEngine(TorchEngine):
         objective = make_objective(model)
         stepper = Stepper([model], make_optimizers, device=world.device, precision=precision)
         super().__init__(model, objective, stepper, mesh, world)
-        # FSDP2 averages over the ranks that share the data; the global sum is wanted.
+        # FSDP2 averages over the data-parallel ranks, but we need the global sum.
         self._parts = mesh.dp_size * mesh.layout.cp
         self._reduces_each = reduces_each_micro_step(config)
 
@@ -63,7 +63,7 @@ class FSDPEngine(TorchEngine):
         return self._counted(loss_sum.detach())
 
     def weights_set(self) -> None:
-        # What an evaluation has left gathered is of the old weights.
+        # Parameters that an evaluation has left gathered are the old weights.
         for module in self._sharded:
             module.reshard()
 
@@ -76,14 +76,14 @@ def shard_model(
     *,
     precision: str,
 ) -> Sequence[FSDPModule]:
-    """Cut a model, or a stage of one, block by block. All ranks must call this.
+    """Shard a model, or a pipeline stage, block by block. All ranks must call this.
 
     Args:
         model: on the meta device.
-        precision: as in the run file.
+        precision: `training.precision` of the run file.
 
     Returns:
-        What was cut by itself, the model last.
+        The sharded modules, the model last.
 
     Raises:
         UserError: the blocks cannot be found.
@@ -103,7 +103,7 @@ def shard_model(
     }
     reshards = reduces_each_micro_step(config)  # the same choice of memory over speed
     blocks = find_blocks(model, config.transformer_layer_cls_to_wrap)
-    for block in reversed(blocks):  # where one lies in another, the inner one first
+    for block in reversed(blocks):  # of nested blocks the inner one first
         fully_shard(block, **options, reshard_after_forward=reshards)
     for end in _ends(model):
         fully_shard(end, **options, reshard_after_forward=reshards)
@@ -113,7 +113,7 @@ def shard_model(
 
 
 def allocate(model: nn.Module, config: FSDPStrategyConfig, device: torch.device) -> None:
-    """Memory for this rank's part of a model that was cut on the meta device."""
+    """Allocate this rank's shard of a model that was sharded on the meta device."""
     model.to_empty(device=torch.device("cpu") if config.cpu_offload else device)
     if config.cpu_offload:
         for buffer in model.buffers():
@@ -121,24 +121,25 @@ def allocate(model: nn.Module, config: FSDPStrategyConfig, device: torch.device)
 
 
 def reduces_each_micro_step(config: FSDPStrategyConfig) -> bool:
-    """Whether gradients are cut after every micro-batch, so that they are never held whole.
+    """Whether gradients are sharded after every micro-batch, so that they are never held whole.
 
-    Otherwise they travel once a step, and each rank holds those of all that it uses.
+    Otherwise they are reduced once per step, and each rank holds the whole gradients of all
+    parameters that it uses.
     """
     return config.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
 
 
 def set_sync(sharded: Sequence[FSDPModule], *, is_last: bool, reduces_each: bool) -> None:
-    """What the next backward pass does with gradients and gathered parameters."""
+    """Set how the next backward pass treats gradients and gathered parameters."""
     for module in sharded:
         module.set_requires_gradient_sync(is_last or reduces_each, recurse=False)
-        # Between copies gradients travel once a step in any case.
+        # Between replicas, gradients are reduced once per step in any case.
         module.set_requires_all_reduce(is_last, recurse=False)
     sharded[-1].set_is_last_backward(is_last)
 
 
 def _ends(model: nn.Module) -> list[nn.Module]:
-    # Embedding and head, where they are large and each for itself.
+    # Embedding and head, if they are large and separate.
     embedding: Any = getattr(model, "get_input_embeddings", lambda: None)()
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     ends = [m for m in (embedding, head) if getattr(m, "weight", None) is not None]
@@ -163,19 +164,21 @@ def find_blocks(model: nn.Module, class_names: Sequence[str] = ()) -> list[nn.Mo
     """The transformer blocks of a model, in order.
 
     Args:
-        class_names: names of the blocks' classes; empty: what the model itself says must not be
-            split, else the longest list of modules of one class.
+        class_names: class names of the blocks; if empty, the model's own list of classes that must
+            not
+            be split, else the longest list of modules of one class.
 
     Raises:
-        UserError: there are none, or a class that was named does not occur.
+        UserError: the model has no blocks, or no module of a given class.
     """
     if class_names:
-        # One list may name the blocks of several models, as the tools write it that made it.
+        # Lists written by other tools may contain the blocks of several models.
         if not {type(module).__name__ for module in model.modules()} & set(class_names):
             raise UserError(
                 f"{type(model).__name__} has no module of class {' or '.join(class_names)}",
                 where="strategy.transformer_layer_cls_to_wrap",
-                fix=f"delete the key to have the blocks found, or use one of {_classes(model)}",
+                fix="delete the key so that isles finds the blocks, or use one of "
+                f"{_classes(model)}",
                 id="strategy.model",
             )
         return _of_classes(model, class_names)
@@ -188,10 +191,10 @@ def find_blocks(model: nn.Module, class_names: Sequence[str] = ()) -> list[nn.Mo
     found = found or max(lists, key=len, default=[])
     if not found:
         raise UserError(
-            f"the blocks of {type(model).__name__} cannot be found: it has no list of modules of "
+            f"cannot find the blocks of {type(model).__name__}: it has no list of modules of "
             "one class",
             where="strategy.transformer_layer_cls_to_wrap",
-            fix=f"name the classes of its blocks; it has {_classes(model)}",
+            fix=f"set this key to the classes of its blocks; the model has {_classes(model)}",
             id="strategy.model",
         )
     return found
@@ -207,7 +210,7 @@ def _of_classes(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 
 def _classes(model: nn.Module) -> str:
-    # The classes that occur most, by how often: blocks are among them.
+    # The most frequent classes; blocks are among them.
     counts = Counter(type(module).__name__ for module in model.modules() if any(module.children()))
     counts.pop(type(model).__name__, None)
     return ", ".join(name for name, _ in counts.most_common(6)) or "no modules within modules"

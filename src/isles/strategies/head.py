@@ -1,6 +1,6 @@
-"""The loss where the head is: the logits of all tokens are never held at once.
+"""Loss fused with the head: the logits of all tokens never exist at the same time.
 
-N: tokens with a target. H: hidden size. V: vocabulary. C: tokens in a chunk.
+N: tokens with a target. H: hidden size. V: vocabulary. C: tokens per chunk.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from isles.dist.batch import IGNORE_INDEX
 log = logging.getLogger(__name__)
 
 _CHUNK_LOGITS = 2**25
-"""Logits that are held at once: 128 MiB in fp32."""
+"""Number of logits in memory at a time: 128 MiB in fp32."""
 
 _LEAST_TOKENS = 128
 
 _SIGN = 1.5
-"""Stands for logits when it is found out whether a model hands them on as they are."""
+"""Placeholder for logits, to test whether a model returns its head's output unchanged."""
 
 _LIGER = (0, 8)
-"""The oldest version of liger-kernel whose function takes what is given it here."""
+"""The oldest version of liger-kernel whose function accepts our arguments."""
 
 _ROWS = ("input_ids", "position_ids")
 
@@ -40,9 +40,9 @@ _ROWS = ("input_ids", "position_ids")
 class LossHead:
     """Runs a causal language model with its head replaced by the loss.
 
-    The head's weight is used where its own forward pass would use it, so that FSDP2 and ZeRO have
-    gathered it. A model that does something to the logits after its head (Gemma's soft cap, a
-    scale), or whose head is no plain matrix (tensor parallel, an adapter on it), is run as it is.
+    The head's weight is used at the point of its forward pass, when FSDP2 and ZeRO have gathered
+    it. A model that changes the logits after its head (Gemma's soft cap, a scale), or whose head is
+    not a plain matrix (tensor parallel, an adapter), runs unchanged.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -53,7 +53,7 @@ class LossHead:
         self._fused = _find_liger()
         self._instead: Callable[[Tensor], Tensor] | None = None
         if self._head is not None and _is_plain(self._head):
-            # Once and for all: torch.compile would compile anew for every other function here.
+            # Created once: torch.compile would compile again for every new function object.
             self._head.forward = disable(self._forward)
         else:
             self._is_last = False
@@ -65,15 +65,15 @@ class LossHead:
         targets_BT: Tensor,
         places_N: Tensor | None = None,
     ) -> Tensor:
-        """The summed loss over target tokens: a scalar, with gradients where they are on.
+        """The summed loss over target tokens: a scalar, with gradients if gradients are enabled.
 
         All ranks that share the model must call this.
 
         Args:
-            forward: the model, or what wraps it.
-            inputs: for the model.
-            targets_BT: shifted targets, IGNORE_INDEX where nothing is trained.
-            places_N: places of the targets in the flattened rows; None: look at every place.
+            forward: the model, or its wrapper.
+            inputs: the model's inputs.
+            targets_BT: shifted targets, IGNORE_INDEX at positions that are not trained.
+            places_N: positions of the targets in the flattened rows; None: check every position.
         """
         if not self._can_chunk(inputs):
             return loss_of_logits(forward(**inputs, use_cache=False).logits, targets_BT)
@@ -88,7 +88,7 @@ class LossHead:
     def token_losses(
         self, forward: Callable[..., Any], inputs: Mapping[str, Any], targets_BT: Tensor
     ) -> Tensor:
-        """The loss of each token, [B, T] in fp32; 0 where nothing is trained.
+        """The loss of each token, [B, T] in fp32; 0 at positions that are not trained.
 
         All ranks that share the model must call this.
         """
@@ -98,7 +98,7 @@ class LossHead:
 
         def compute(hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
             chunks = zip(*_chunks(hidden_NH, targets_N, self._head.weight.shape[0]), strict=True)
-            # Recomputed in the backward pass, where each token's factor is known.
+            # Recomputed in the backward pass, when each token's factor is known.
             parts = [
                 checkpoint(_chunk_losses, hidden, self._head, targets, use_reentrant=False)
                 for hidden, targets in chunks
@@ -119,7 +119,7 @@ class LossHead:
             hidden, targets = hidden_BTH.flatten(0, -2), targets_BT.flatten()
             if places_N is not None:
                 hidden, targets = hidden[places_N], targets[places_N]
-            # Not a view: FSDP2 hangs its hook on it, which an operation in place would lose.
+            # Not a view: FSDP2 attaches its hook to it, which an in-place operation would lose.
             return compute(hidden, targets).view(1, 1, -1).clone()
 
         with self._replaced(instead):
@@ -140,7 +140,7 @@ class LossHead:
             self._instead = None
 
     def _can_chunk(self, inputs: Mapping[str, Any]) -> bool:
-        # Whether the head's output is the model's, found once by running it on two tokens.
+        # Whether the head's output is the model's output; tested once with two tokens.
         if self._is_last is None:
             self._is_last = self._is_last_step(inputs)
             if not self._is_last:
@@ -164,19 +164,19 @@ class LossHead:
                 logits = self._model(**few, use_cache=False).logits
         finally:
             self._model.train(was_training)
-            torch.clear_autocast_cache()  # the weights in it were cast without gradients
+            torch.clear_autocast_cache()  # the weights in the cache were cast without gradients
         if len(given) != 1 or logits.shape != given[0].shape:
             return False
-        # Else by its value: DeepSpeed hands on a copy.
+        # Else compare by value: DeepSpeed passes a copy.
         return logits is given[0] or bool((logits == _SIGN).all())
 
 
 def loss_of_logits(logits: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
-    """Cross-entropy in fp32, of all tokens together (`sum`) or of each in one row (`none`).
+    """Cross-entropy in fp32: summed over all tokens (`sum`), or per token of one row (`none`).
 
     Args:
         logits: with the vocabulary as last dimension.
-        targets: of all other dimensions; IGNORE_INDEX where nothing is trained.
+        targets: shape of all other dimensions; IGNORE_INDEX at positions that are not trained.
         reduction: `sum` or `none`.
     """
     rows = logits.float().flatten(0, -2)
@@ -184,7 +184,7 @@ def loss_of_logits(logits: Tensor, targets: Tensor, reduction: str = "sum") -> T
 
 
 def _is_plain(head: Any) -> bool:
-    # A linear layer with weights of its own that are numbers: not cut into columns, not 4-bit.
+    # A linear layer with its own floating-point weights: not sharded into columns, not 4-bit.
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return False
     weight = head.weight
@@ -215,7 +215,7 @@ def _fused_loss_sum(
 
 
 class _FusedLoss(torch.autograd.Function):
-    """Head and cross-entropy, chunk by chunk, with the gradients made on the way forward.
+    """Head and cross-entropy, chunk by chunk, with the gradients computed in the forward pass.
 
     Nothing is computed twice: a chunk's logits are turned into their own gradient in place.
 
@@ -273,8 +273,8 @@ class _FusedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         weight_dtype, bias_dtype = ctx.dtypes
-        # In place: a second copy of the head's gradient would be the peak of a step's memory.
-        # With an axis, or the factor would be rounded to bf16, and all gradients with it.
+        # In place: a second copy of the head's gradient would set the peak memory of a step.
+        # With a dimension: a scalar factor would be rounded to bf16, and all gradients with it.
         return (
             None if grad_hidden is None else grad_hidden.mul_(grad.view(1)),
             None if grad_weight is None else grad_weight.mul_(grad).to(weight_dtype),
@@ -294,21 +294,22 @@ def _add_product(total_VH: Tensor, grad_CV: Tensor, hidden_CH: Tensor) -> None:
     if grad_CV.dtype == total_VH.dtype:
         total_VH.addmm_(grad_CV.t(), hidden_CH)
         return
-    # These gradients have no loss scale yet: what left fp16's range in the sum over tokens would do
-    # so at any scale. So a mean is taken.
+    # These gradients have no loss scale yet. A sum over tokens could overflow fp16 at any scale, so
+    # a mean is used.
     tokens = len(hidden_CH) if grad_CV.dtype == torch.float16 else 1
     total_VH.add_(grad_CV.t() @ (hidden_CH / tokens), alpha=tokens)
 
 
 @functools.cache
 def _find_liger() -> Callable[[Tensor, nn.Linear, Tensor], Tensor] | None:
-    # Liger's kernel, which does the same in Triton, where it is installed and there is a GPU.
+    # Liger's Triton kernel for the same loss, if it is installed and there is a GPU.
     if not torch.cuda.is_available() or importlib.util.find_spec("liger_kernel") is None:
         return None
     found = version("liger-kernel")
     if tuple(int(part) for part in found.split(".")[:2]) < _LIGER:
         log.warning(
-            "liger-kernel %s is not used: %d.%d is needed: pip install -U liger-kernel",
+            "liger-kernel %s is not used because isles needs %d.%d; run pip install -U "
+            "liger-kernel",
             found,
             *_LIGER,
         )

@@ -1,6 +1,6 @@
-"""What is minimised: the seam between the engines and the methods of training.
+"""Training objectives: the interface between the engines and the training methods.
 
-B: rows. T: tokens in a row. P: pairs, half as many as rows.
+B: rows. T: tokens per row. P: pairs, half the number of rows.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from isles.strategies.sequence import Part
 
 
 class Objective(ABC):
-    """The loss of one micro-batch, bound to a model that is cut and filled."""
+    """The loss of one micro-batch, bound to a sharded model with weights."""
 
     def __init__(self, model: nn.Module) -> None:
         self._head = LossHead(model)
 
     @abstractmethod
     def loss_sum(self, forward: Callable[..., Any], part: Part) -> Tensor:
-        """The loss summed over what the method counts: a scalar in fp32, with gradients.
+        """The loss summed over the units that the method counts: an fp32 scalar with gradients.
 
         All ranks that share the model must call this.
 
         Args:
-            forward: the model that was bound, or what wraps it.
-            part: what this rank computes of the micro-batch.
+            forward: the bound model, or its wrapper.
+            part: this rank's part of the micro-batch.
         """
 
     @torch.no_grad()
@@ -44,19 +44,19 @@ class Objective(ABC):
         return -self._head.token_losses(forward, part.inputs, part.targets_BT).sum(1)
 
     def take_figures(self, *, of_training: bool) -> Mapping[str, Tensor]:
-        """Sums of what the method tells besides the loss, since they were taken last.
+        """Sums of the method's metrics other than the loss, since the last call.
 
-        Over the same things that the loss is summed over, as scalars on the rank's device.
+        Summed over the same units as the loss, as scalars on the rank's device.
 
         Args:
-            of_training: of passes with gradients, or of those without.
+            of_training: metrics of passes with gradients, or of passes without.
         """
         del of_training
         return {}
 
 
 MakeObjective = Callable[[nn.Module], Objective]
-"""Binds a method to the model of an engine, once it is cut and filled."""
+"""Binds a method to the model of an engine, after the model is sharded and has weights."""
 
 
 class CausalLM(Objective):
@@ -67,14 +67,14 @@ class CausalLM(Objective):
 
 
 class DPO(Objective):
-    """Prefer the chosen answer to the rejected one: summed over pairs.
+    """Prefer the chosen answer to the rejected answer; summed over pairs.
 
-    Rows come in pairs, chosen and rejected, with the scores that the model gave them before it was
-    trained. A pair without targets fills a batch and counts for nothing.
+    Rows come in pairs, chosen and rejected, with the scores from the model before training. A pair
+    without targets fills up a batch and does not count.
 
     Args:
-        beta: how closely the model is held to what it was.
-        label_smoothing: share of the pairs that are taken to be the wrong way round.
+        beta: strength of the constraint to the reference model.
+        label_smoothing: fraction of pairs assumed to be mislabeled.
 
     Source: Rafailov et al. 2023 (arXiv:2305.18290), equation 7; Mitchell 2023, "A note on DPO with
     noisy preferences" (https://ericmitchell.ai/cdpo.pdf), for the smoothing.
@@ -91,14 +91,14 @@ class DPO(Objective):
     def loss_sum(self, forward: Callable[..., Any], part: Part) -> Tensor:
         assert part.reference_B is not None, "pairs carry the reference's scores"
         losses_BT = self._head.token_losses(forward, part.inputs, part.targets_BT)
-        # A reward, up to what cancels between the two answers to one prompt.
+        # A reward, up to a term that cancels between the two answers to one prompt.
         rewards_B = self._beta * (-losses_BT.sum(1) - part.reference_B)
         chosen_P, rejected_P = rewards_B[0::2], rewards_B[1::2]
         counts_P = (part.targets_BT != IGNORE_INDEX).any(1)[0::2]
         margins_P = chosen_P - rejected_P
         loss_P = -F.logsigmoid(margins_P) * (1 - self._smoothing)
         loss_P = loss_P - F.logsigmoid(-margins_P) * self._smoothing
-        # A tie is half: before the first step every pair is one, and none is preferred wrongly.
+        # A tie counts half: before the first step every pair is a tie, not an error.
         figures = ((margins_P.sign() + 1) / 2, margins_P, chosen_P, rejected_P)
         self._add(torch.stack([(figure.detach() * counts_P).sum() for figure in figures]))
         return (loss_P * counts_P).sum()

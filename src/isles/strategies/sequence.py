@@ -1,6 +1,6 @@
-"""Context parallel: every rank has a piece of each sequence, and they exchange keys and values.
+"""Context parallel: every rank has a part of each sequence, and ranks exchange keys and values.
 
-B: rows. T: tokens of a sequence, t: those on this rank. H: heads, h: those on this rank while
+B: rows. T: tokens of a sequence. t: tokens on this rank. H: heads. h: heads on this rank while
 ulysses attends. D: head dimension.
 """
 
@@ -22,29 +22,29 @@ _NAME = "isles_context_parallel"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What this rank computes of a micro-batch."""
+    """This rank's part of a micro-batch."""
 
     inputs: dict[str, Any]
-    """For the model: input_ids; where the sequence is cut, or documents are kept apart,
-    position_ids; and what keeps them apart."""
+    """The model's inputs: input_ids; position_ids if the sequence is sharded or documents are kept
+    apart; and the mask or boundaries that keep documents apart."""
 
     targets_BT: Tensor
     """The targets of the same tokens."""
 
     places_N: Tensor | None = None
-    """Places of the targets in the flattened rows; None: every place may be one."""
+    """Positions of the targets in the flattened rows; None: any position may have a target."""
 
     reference_B: Tensor | None = None
     """See `Batch`."""
 
 
 def whole(batch: Batch, model: Any | None) -> Part:
-    """A micro-batch whose sequences this rank has from first to last.
+    """A micro-batch whose whole sequences are on this rank.
 
     Args:
         batch: the micro-batch.
-        model: the Hugging Face model that will get it. None: it goes to stages, which are told of
-            documents by position ids alone.
+        model: the Hugging Face model that will get it. None: it goes to pipeline stages, which get
+            document boundaries only through position ids.
     """
     inputs: dict[str, Any] = {"input_ids": batch.input_ids_BT}
     if batch.position_ids_BT is not None:
@@ -56,13 +56,14 @@ def whole(batch: Batch, model: Any | None) -> Part:
 
 
 def localize(batch: Batch, mesh: Mesh, model: Any | None) -> Part:
-    """This rank's piece of the sequences of a micro-batch.
+    """This rank's part of the sequences of a micro-batch.
 
-    Where documents are kept apart and sequences are cut, the mask is that of the whole sequences:
-    each rank attends to the keys of all.
+    If documents are kept apart and sequences are sharded, the mask covers the whole sequences,
+    because each rank attends to the keys of all ranks.
 
     Args:
         batch: the micro-batch, with whole sequences.
+        mesh: the grid.
         model: as for `whole`.
     """
     size = mesh.layout.cp
@@ -82,11 +83,12 @@ def localize(batch: Batch, mesh: Mesh, model: Any | None) -> Part:
 
 
 def use_context_parallel_attention(model: Any, mesh: Mesh, method: str) -> None:
-    """Switch a model's attention to one that sees the whole sequence.
+    """Switch a model to attention over the whole sequence.
 
     Args:
-        model: a Hugging Face model with causal attention over the whole sequence, which takes
+        model: a Hugging Face model with causal attention over the whole sequence, which accepts
             position_ids.
+        mesh: the grid.
         method: `allgather` or `ulysses`.
 
     Source: keys and values to all as in Llama 3 (arXiv:2407.21783, section 3.3.2); heads for
@@ -94,8 +96,8 @@ def use_context_parallel_attention(model: Any, mesh: Mesh, method: str) -> None:
     """
     from transformers import AttentionInterface
 
-    # That the layers attend to all tokens, and the heads divide, is checked before:
-    # config/rules/shape.py.
+    # config/rules/shape.py has checked that the layers attend to all tokens, and that the heads
+    # divide.
     group = mesh.cp_group
     assert group is not None
     size = mesh.layout.cp
@@ -189,7 +191,7 @@ def _exchange(x: Tensor, group: dist.ProcessGroup, *, split: int, join: int) -> 
 
 
 class _Gather(torch.autograd.Function):
-    """Join the ranks' pieces along dimension 2; backward, the sum of what all want of mine."""
+    """Concatenate the ranks' parts along dimension 2; backward sums the gradients for this part."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -207,7 +209,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Cut along one dimension, hand the pieces out, and join along the other."""
+    """Split along one dimension, send the parts to the ranks, and concatenate along the other."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""The optimizer step that all engines on plain PyTorch share: norm, clipping, guard, loss scale."""
+"""Optimizer step of all engines on plain PyTorch: norm, clipping, guard, loss scale."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MakeOptimizers = Callable[[nn.Module], Sequence[Optimizer]]
 
 _START = 2.0**16
 _LEAST = 2.0**-14
-"""Below this the loss itself is lost in fp16; a scaler comes here when every step overflows."""
+"""Below this scale the loss itself underflows in fp16; reached when every step overflows."""
 
 _GROWTH, _BACKOFF, _INTERVAL = 2.0, 0.5, 2000
 
@@ -36,11 +36,12 @@ class Stepper:
     """Optimizers over one or more modules whose parameters are whole or sharded (DTensors).
 
     Args:
-        modules: a whole model, or the stages of it that this rank holds.
-        make_optimizers: the optimizers over the parameters of one module.
+        modules: a whole model, or this rank's stages of it.
+        make_optimizers: makes the optimizers over the parameters of one module.
         precision: 32-true, bf16-mixed, fp16-mixed or bf16-true, as in the run file.
-        stages: the ranks that hold the other stages of the same model, over which the norm is
-            taken too; None where each rank has all.
+        stages: group of the ranks with the other stages of the same model, included in the norm;
+            None
+            if each rank has all stages.
     """
 
     def __init__(
@@ -61,11 +62,11 @@ class Stepper:
         self._scaler = LossScaler(device) if precision == "fp16-mixed" else None
 
     def scaled(self, loss: Tensor, loss_sum: Tensor) -> Tensor:
-        """The loss to call backward on; under fp16 it is watched and scaled.
+        """The loss for `backward`; under fp16 it is also watched and scaled.
 
         Args:
-            loss: what is wanted.
-            loss_sum: the same before any scale.
+            loss: the loss of the micro-batch.
+            loss_sum: the same loss, before any scaling.
         """
         if self._scaler is None:
             return loss
@@ -76,7 +77,9 @@ class Stepper:
         """Clip, step and clear the gradients; see Engine.optimizer_step. All ranks must call this.
 
         Args:
-            keep_gradients: zero the gradients in place, where others hold views of them.
+            lr: learning rate.
+            max_norm: largest norm after clipping; None: no clipping.
+            keep_gradients: zero the gradients in place, for engines with views of them.
         """
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = self._total_norm(gradients)
@@ -92,7 +95,7 @@ class Stepper:
                 nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         for optimizer in self._each_optimizer():
             for group in optimizer.param_groups:
-                if isinstance(group["lr"], Tensor):  # compiled with the step, by torchao
+                if isinstance(group["lr"], Tensor):  # torchao compiles it with the step
                     group["lr"].fill_(lr)
                 else:
                     group["lr"] = lr
@@ -114,7 +117,7 @@ class Stepper:
         for module, optimizers in zip(self._modules, self._optimizers, strict=True):
             for name, value in _kept(module).items():
                 state[f"model.{name}"] = value
-            # Flattened, it is one flat dict, which torch's own annotation does not say.
+            # With flattening it is one flat dict, unlike torch's own annotation.
             fields: dict[str, Any] = get_optimizer_state_dict(module, optimizers, options=_FLAT)
             for name, field in fields.items():
                 if isinstance(field, Tensor):  # hyperparameters come from the run file
@@ -124,11 +127,11 @@ class Stepper:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Load a state from `state_dict`."""
         for module, optimizers in zip(self._modules, self._optimizers, strict=True):
             known = {name: state[f"model.{name}"] for name in _kept(module)}
             set_model_state_dict(module, known, options=_PARTLY)
-            # torch makes no fresh state to load into while there are gradients.
+            # torch creates no fresh state to load into while gradients exist.
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=True)
             fields = get_optimizer_state_dict(module, optimizers, options=_FLAT)
@@ -159,7 +162,7 @@ class Stepper:
 
 
 def _kept(module: nn.Module) -> dict[str, Any]:
-    # What belongs into a checkpoint: all, or beside frozen weights what is trained.
+    # Content of a checkpoint: everything, or with frozen weights only the trained part.
     state = get_model_state_dict(module)
     if all(p.requires_grad for p in module.parameters()):
         return state
@@ -168,7 +171,7 @@ def _kept(module: nn.Module) -> dict[str, Any]:
 
 
 def _by_mesh(tensors: Sequence[Any]) -> list[list[Any]]:
-    # Groups of tensors that one operation may take together: of the same device mesh.
+    # Groups of tensors that one operation accepts together: of the same device mesh.
     groups: dict[DeviceMesh | None, list[Any]] = {}
     for tensor in tensors:
         mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
@@ -177,9 +180,9 @@ def _by_mesh(tensors: Sequence[Any]) -> list[list[Any]]:
 
 
 class StepGuard:
-    """Remembers on the device, without waiting for it, that something was not finite.
+    """Records on the device, without a synchronization, that a value was not finite.
 
-    From then on no optimizer step changes anything, so the host may notice steps later and still
+    After that no optimizer step changes anything, so the host may notice steps later and still
     finds the weights of the last good step.
     """
 
@@ -188,29 +191,30 @@ class StepGuard:
         self._good = torch.zeros((), dtype=torch.int64, device=device)
 
     def watch(self, value: Tensor) -> None:
-        """Note whether a loss or norm is finite."""
+        """Record whether a loss or norm is finite."""
         torch.maximum(self._poison, (~torch.isfinite(value.detach())).float(), out=self._poison)
 
     def agree(self) -> None:
-        """Poisoned on one rank, poisoned on all. All ranks must call this.
+        """Poison all ranks if one is poisoned. All ranks must call this.
 
-        Only where gradients that are not finite do not tell the others (a loss scaler drops them).
+        Needed only if gradients that are not finite do not reach the other ranks (a loss scaler
+        drops them).
         """
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(self._poison, op=dist.ReduceOp.MAX)
 
     def spoil(self, loss: Tensor) -> Tensor:
-        """The loss, or NaN with gradients that are NaN once poisoned, so that DeepSpeed skips the
-        step."""
-        # A product: what torch.where leaves out gets a gradient of zero, which moves the weights.
+        """The loss; once poisoned, NaN with NaN gradients, so that DeepSpeed skips the step."""
+        # A product: torch.where gives unselected values a gradient of zero, which moves the
+        # weights.
         return loss * torch.where(self._poison > 0, torch.nan, 1.0)
 
     def step(self, optimizer: Optimizer, *, skip: Tensor | None = None) -> None:
         """Step an optimizer unless poisoned, or unless `skip` is 1.0 for this step."""
         stops = self._poison if skip is None else torch.maximum(self._poison, skip)
         if optimizer.defaults.get("fused"):
-            # The fused kernels skip by this flag, as a loss scaler uses it, without a sync. Where
-            # parameters are offloaded, torch would read its copy there before it has arrived.
+            # The fused kernels skip by this flag, as a loss scaler uses it, without a sync. For
+            # offloaded parameters, torch would read its copy before it has arrived.
             where = optimizer.param_groups[0]["params"][0].device
             optimizer.found_inf = stops.to(where)  # type: ignore[attr-defined]
             optimizer.step()
@@ -218,16 +222,17 @@ class StepGuard:
             optimizer.step()
 
     def count(self) -> None:
-        """One optimizer step is over."""
+        """Count a completed optimizer step."""
         self._good += (self._poison == 0).long()
 
     def good_steps(self) -> int | None:
-        """Good steps before the first bad one; None while all are good. Waits for the device."""
+        """Number of good steps before the first bad step; None if all are good. Waits for the
+        device."""
         return int(self._good.item()) if self._poison.item() else None
 
 
 class LossScaler:
-    """One scale for all optimizers and ranks, decided by the global gradient norm.
+    """One scale for all optimizers and ranks, derived from the global gradient norm.
 
     Source: Micikevicius et al. 2018 (arXiv:1710.03740), section 3.2, with the constants of
     torch.amp.GradScaler.
@@ -238,22 +243,22 @@ class LossScaler:
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss whose gradients are large enough for fp16."""
+        """The loss, scaled so that gradients are large enough for fp16."""
         return loss * self._scale
 
     def unscale(self, gradients: Sequence[Tensor], norm: Tensor) -> Tensor:
-        """Take the scale out of the gradients, in place, and out of their norm."""
+        """Divide the gradients, in place, and their norm by the scale."""
         inverse = 1.0 / self._scale
         for gradient in gradients:
-            gradient.mul_(inverse.to(gradient.device))  # offloaded, it is on the CPU
+            gradient.mul_(inverse.to(gradient.device))  # offloaded gradients are on the CPU
         return norm * inverse
 
     def update(self, overflow: Tensor) -> None:
-        """Choose the next scale; `overflow`: 1.0 where this step's norm was not finite."""
+        """Update the scale; `overflow`: 1.0 if this step's norm was not finite."""
         torch._amp_update_scale_(self._scale, self._growth, overflow, _GROWTH, _BACKOFF, _INTERVAL)
 
     def health(self) -> Tensor:
-        """Finite while the scale is of use, infinite once it has fallen to nothing."""
+        """Finite while the scale is usable, infinite after it has underflowed."""
         return 1.0 / (self._scale >= _LEAST).float()
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -261,6 +266,6 @@ class LossScaler:
         return {"scale": self._scale.double().cpu(), "growth": self._growth.cpu()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over what `state_dict` gave."""
+        """Load a state from `state_dict`."""
         self._scale.copy_(state["scale"])
         self._growth.copy_(state["growth"])

@@ -1,4 +1,4 @@
-"""Tensor parallel: the matrices of each block cut over ranks, by the model's own plan."""
+"""Tensor parallel: the matrices of each block sharded over ranks, by the model's own plan."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from torch.distributed.tensor.parallel import (
 
 from isles.errors import UserError
 
-_FIX = "set strategy.tp_size: 1; kind: fsdp cuts any model"
+_FIX = "set strategy.tp_size to 1 (kind: fsdp shards any model)"
 
 
 def apply_tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
-    """Cut the model over a mesh of one axis. All its ranks must call this.
+    """Shard the model over a mesh of one dimension. All ranks of the mesh must call this.
 
     Args:
         model: a Hugging Face model, on the meta device, not sharded yet.
+        mesh: the tensor parallel ranks.
 
     Raises:
-        UserError: the model has no plan, or one that isles cannot follow exactly.
+        UserError: the model has no plan, or a plan that isles cannot follow exactly.
 
     Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3; the plan is transformers' `tp_plan`.
     """
@@ -46,7 +47,7 @@ def apply_tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
         found = _matching(model, name)
         is_end = any(module is embedding or module is head for module in found.values())
         if is_end and (is_tied or not _divides(next(iter(found.values())), mesh.size())):
-            continue  # kept whole on every rank, which is the same mathematics
+            continue  # kept whole on every rank, which is mathematically equivalent
         for each, module in found.items():
             if hasattr(module, "base_layer"):
                 styles |= _adapted_styles(kind, each, model)
@@ -66,12 +67,12 @@ def _style(kind: str, name: str, model: Any) -> ParallelStyle:
         case "rowwise_split_input" | "embedding_rowwise":
             return RowwiseParallel(input_layouts=Replicate())
         case "replicated_with_grad_allreduce":
-            # A norm over each head: B, T, H, D, of which this rank has some of H.
+            # A norm over each head: B, T, H, D, with this rank's part of H.
             return SequenceParallel(sequence_dim=2, use_local_output=True)
         case _:
             raise UserError(
-                f"the plan of {type(model).__name__} for tensor parallel cuts {name} by "
-                f"{kind!r}, which isles cannot follow exactly",
+                f"the tensor parallel plan of {type(model).__name__} shards {name} by {kind!r}, "
+                "which isles cannot follow exactly",
                 where="strategy.tp_size",
                 fix=_FIX,
                 id="strategy.model",
@@ -79,18 +80,18 @@ def _style(kind: str, name: str, model: Any) -> ParallelStyle:
 
 
 def _adapted_styles(kind: str, name: str, model: Any) -> dict[str, ParallelStyle]:
-    # A layer with an adapter beside it: of the two small matrices, the one at the side that is cut
-    # is cut in the same way.
+    # A layer with an adapter: of its two small matrices, the matrix on the sharded side of the
+    # layer is sharded in the same way.
     if kind in ("colwise", "colwise_gather_output"):
         cut = "lora_B"
     elif kind == "rowwise":
         cut = "lora_A"
     else:
         raise UserError(
-            f"{name} has an adapter, and the plan of {type(model).__name__} for tensor parallel "
-            f"cuts it by {kind!r}",
+            f"{name} has an adapter, and the tensor parallel plan of {type(model).__name__} "
+            f"shards it by {kind!r}",
             where="adapter.target_modules",
-            fix=f"take {name.rpartition('.')[2]} out of them, or {_FIX}",
+            fix=f"remove {name.rpartition('.')[2]} from them, or {_FIX}",
             id="strategy.model",
         )
     adapters = model.get_submodule(f"{name}.{cut}")
@@ -99,7 +100,7 @@ def _adapted_styles(kind: str, name: str, model: Any) -> dict[str, ParallelStyle
 
 
 def _matching(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    # The modules of a plan's name, where `*` is any number.
+    # The modules of a plan's name; `*` stands for any number.
     parts = pattern.split(".")
     return {
         name: module
@@ -110,5 +111,5 @@ def _matching(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
 
 
 def _divides(module: nn.Module, size: int) -> bool:
-    weight: Any = module.weight  # None: another stage of a pipeline has it
+    weight: Any = module.weight  # None: the layer is in another pipeline stage
     return weight is not None and int(weight.shape[0]) % size == 0

@@ -1,4 +1,4 @@
-"""Curves, and the rule that a tracker never stops or slows training."""
+"""Metric trackers. A failing or slow tracker never stops or slows training."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ CLOSE_S = 30.0
 _WARN_AFTER_S = 2.0
 
 MAX_ROWS = 10_000
-"""Rows that wait for a remote tracker at most; newer ones are left out, and counted."""
+"""Maximum number of rows that wait for a remote tracker; newer rows are dropped and counted."""
 _BATCH = 500
 _CREDENTIALS = re.compile(r"//[^/\s@]+@")
 
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What a tracker shows of a run besides its curves; there are no secrets in it.
+    """Facts about a run that a tracker shows next to its curves. Contains no secrets.
 
     Args:
         name: the run's name.
         folder: the run directory.
-        record: where a tracker keeps its own id of the run.
+        record: file in which a tracker keeps its own id of the run.
         config: every value of the run file by its dotted key, defaults filled in.
         about: versions, ranks, device, strategy.
     """
@@ -58,33 +58,33 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Write what is still in memory."""
+        """Write all buffered rows."""
         ...
 
 
 class RemoteTracker(Protocol):
-    """Sends rows of numbers, and may take its time. One thread calls all of its methods."""
+    """Sends rows of numbers, and may block. One thread calls all of its methods."""
 
     def log(self, rows: Sequence[Row]) -> None:
         """Send rows, in order."""
         ...
 
     def close(self, summary: dict[str, Any] | None) -> None:
-        """Send what is left. `summary`: final figures; None: the run will go on."""
+        """Send the remaining rows. `summary`: final figures, or None if the run will be resumed."""
         ...
 
 
 class Background:
-    """A remote tracker behind a thread, so that no step waits for it.
+    """A remote tracker in a separate thread, so that no step waits for it.
 
-    A row that the tracker does not take is left out: metrics.jsonl has them all. The first failure
-    is logged; later rows try again.
+    metrics.jsonl has the rows that the tracker drops. The first failure is logged; later rows try
+    again.
 
     Args:
-        name: for messages.
-        open_tracker: opens the tracker, again after a failure; called in the thread.
-        print_line: takes a line for the user; called in the thread.
-        max_rows: rows that wait at most.
+        name: the tracker's name in messages.
+        open_tracker: opens the tracker, and opens it again after a failure; called in the thread.
+        print_line: prints a line for the user; called in the thread.
+        max_rows: maximum number of waiting rows.
     """
 
     def __init__(
@@ -108,38 +108,39 @@ class Background:
         self._thread.start()
 
     def log(self, row: Row) -> None:
-        """Leave a row for the thread; returns at once."""
+        """Queue a row for the thread; does not wait."""
         self._num_logged += 1
         try:
             self._rows.put_nowait(row)
         except queue.Full:
-            log.debug("%s is too slow: a row is left out", self.name)
+            log.debug("%s is too slow: a row was dropped", self.name)
 
     def begin_close(self, summary: dict[str, Any] | None) -> None:
-        """No rows follow; returns at once."""
+        """Tell the thread that no rows follow; does not wait."""
         self._summary = summary
         self._is_closing.set()
-        with contextlib.suppress(queue.Full):  # then the thread has no need to be woken
+        with contextlib.suppress(queue.Full):  # if it is full, the thread is awake
             self._rows.put_nowait(None)
 
     def wait(self, end: float) -> bool:
-        """Whether all is sent, or given up, before `end` (time.monotonic)."""
+        """Wait until `end` (time.monotonic); return whether the thread has sent everything or given
+        up."""
         self._thread.join(max(0.0, end - time.monotonic()))
         return not self._thread.is_alive()
 
     def end_close(self, end: float) -> None:
-        """Wait for the thread until `end`, and say how many rows have not been sent."""
+        """Wait for the thread until `end`, and print the number of unsent rows."""
         is_done = self.wait(end)
         left = self._num_logged - self._num_sent
         if not is_done or left:
-            silent = "" if is_done else " has not answered in time;"
+            silent = "" if is_done else " did not answer in time"
             self._print_line(
-                f"{self.name}:{silent} {left} recorded rows were not sent; metrics.jsonl has them"
+                f"{self.name}{silent}: {left} recorded rows were not sent (metrics.jsonl has them)"
             )
 
     def _work(self) -> None:
         tracker: RemoteTracker | None = None
-        rows: list[Row | None] = []  # the tracker is opened at once
+        rows: list[Row | None] = []  # empty, so the tracker is opened before the first row
         while True:
             try:
                 tracker = tracker or self._open()
@@ -169,17 +170,17 @@ class Background:
         log.info("%s failed\n%s", self.name, text)
         first = (redacted(str(error)).strip().splitlines() or [type(error).__name__])[0]
         self._print_line(
-            f"{self.name} failed; training goes on, and later rows try again: {first[:300]}"
+            f"{self.name} failed; training continues and later rows try again ({first[:300]})"
         )
 
 
 class Trackers:
-    """Several trackers as one; one that fails is named once, and training goes on.
+    """Several trackers behind one interface. A failed tracker is reported once; training continues.
 
     Args:
-        trackers: written to at once; one that fails is left out from then on.
-        remote: behind a thread each.
-        print_line: takes a line for the user.
+        trackers: called directly; a tracker that fails is not used again.
+        remote: trackers with a thread each.
+        print_line: prints a line for the user.
     """
 
     def __init__(
@@ -199,10 +200,10 @@ class Trackers:
             remote.log(row)
 
     def close(self, summary: dict[str, Any] | None = None, *, timeout_s: float = CLOSE_S) -> None:
-        """Close every tracker; those behind a thread have `timeout_s` together.
+        """Close every tracker. Trackers with a thread share `timeout_s`.
 
         Args:
-            summary: the final figures; None: the run has stopped, and will go on.
+            summary: the final figures; None if the run was stopped and will be resumed.
             timeout_s: longest wait.
         """
         end = time.monotonic() + timeout_s
@@ -212,7 +213,7 @@ class Trackers:
         soon = min(end, time.monotonic() + _WARN_AFTER_S)
         late = [remote.name for remote in self._remote if not remote.wait(soon)]
         if late:
-            self._print_line(f"waiting for {' and '.join(late)}, {timeout_s:.0f}s at most")
+            self._print_line(f"waiting at most {timeout_s:.0f}s for {' and '.join(late)}")
         for remote in self._remote:
             remote.end_close(end)
 
@@ -223,12 +224,14 @@ class Trackers:
             except Exception as error:  # a curve is not worth a run; the traceback says why
                 name = type(tracker).__name__.removesuffix("Tracker")
                 log.info("%s failed", name, exc_info=error)
-                self._print_line(f"{name} failed and is left out; training goes on: {error}")
+                self._print_line(
+                    f"{name} failed and is not used again; training continues ({error})"
+                )
                 self._trackers.remove(tracker)
 
 
 def numbers(row: Row) -> list[tuple[str, float]]:
-    """The figures of a row by name."""
+    """The numeric fields of a row, by name."""
     return [
         (name, value)
         for name, value in row.items()
@@ -237,11 +240,11 @@ def numbers(row: Row) -> list[tuple[str, float]]:
 
 
 def keep_id(run: RunFacts, **ids: str) -> None:
-    """Put a tracker's own id of the run on record, for the next start."""
+    """Write a tracker's own id of the run to its record, for the next attempt."""
     run.record.parent.mkdir(exist_ok=True)
     write_record(run.record, ids)
 
 
 def redacted(text: str) -> str:
-    """A message without the user names and passwords of the addresses in it."""
+    """The text without user names and passwords in URLs."""
     return _CREDENTIALS.sub("//...@", text)

@@ -1,4 +1,4 @@
-"""Trackers on this machine: metrics.jsonl, and TensorBoard's event files in logs/runs."""
+"""Trackers on the local disk: metrics.jsonl, and TensorBoard's event files in logs/runs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 class JsonlTracker:
-    """Appends rows to metrics.jsonl, each step once over all restarts. Rank 0 only.
+    """Appends rows to metrics.jsonl; each step appears once, over all restarts. Rank 0 only.
 
     Args:
-        path: the file; rows of steps after `resumed_step` are taken out first, since a run that
-            goes on from an older checkpoint does those steps again.
+        path: the file. Rows after `resumed_step` are deleted first, because a run that resumes from
+            an older checkpoint repeats these steps.
         resumed_step: inner steps done so far.
     """
 
     def __init__(self, path: Path, *, resumed_step: int) -> None:
-        # Twice through the file: the rows of a long run take gigabytes of memory.
+        # Reads the file twice: the rows of a long run would take gigabytes of memory.
         if not _ends_whole(path) or any(row["step"] > resumed_step for row in read_metrics(path)):
             kept = (row for row in read_metrics(path) if row["step"] <= resumed_step)
             write_lines_atomic(path, (json.dumps(row).encode() + b"\n" for row in kept))
@@ -35,15 +35,15 @@ class JsonlTracker:
 
     def log(self, row: Row) -> None:
         self._stream.write(json.dumps(row) + "\n")
-        self._stream.flush()  # a reader sees the row at once
+        self._stream.flush()  # so that readers see the row immediately
 
     def close(self) -> None:
         self._stream.close()
 
 
 def _ends_whole(path: Path) -> bool:
-    # Whether rows can be appended. A last line may be torn; a link or a pipe in the place of the
-    # file, which somebody else has put there, is replaced.
+    # Whether rows can be appended. The last line may be torn. If somebody has replaced the file by
+    # a link or a pipe, it is written as a new file.
     with suppress(OSError), open_regular(path, os.O_NOFOLLOW) as stream:
         size_bytes = stream.seek(0, os.SEEK_END)
         stream.seek(max(0, size_bytes - 1))
@@ -55,20 +55,20 @@ class TensorBoardTracker:
     """Writes scalars as `train/NAME` and `eval/NAME`. Rank 0 only.
 
     Args:
-        folder: where the event files lie.
-        resumed_step: TensorBoard hides what earlier attempts wrote after this step.
+        folder: directory of the event files.
+        resumed_step: TensorBoard hides the points that earlier attempts wrote after this step.
     """
 
     def __init__(self, folder: Path, *, resumed_step: int) -> None:
         self._folder = folder
-        # Also where a run begins anew, because it was killed before its first checkpoint.
+        # Also at step 0, for a run that was killed before its first checkpoint.
         has_begun = any(folder.glob("events.out.tfevents.*"))
         self._purge_step = resumed_step + 1 if has_begun else None
         self._writer: SummaryWriter | None = None
 
     def log(self, row: Row) -> None:
         if self._writer is None:
-            # Imported with the first row: it costs a second that the first step need not wait for.
+            # Imported with the first row: the first step should not wait a second for it.
             from torch.utils.tensorboard import SummaryWriter
 
             for folder in (self._folder.parent, self._folder):

@@ -1,4 +1,4 @@
-"""An MLflow tracking server."""
+"""Tracker for an MLflow server."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _NOT_IN_NAMES = re.compile(r"[^\w\-./ ]")
 
 
 class MLflowTracker:
-    """One run at an MLflow server, which goes on under the same id after a restart.
+    """One run on an MLflow server. A restarted run continues under the same id.
 
-    `load_mlflow` must be called before.
+    Call `load_mlflow` first.
 
     Args:
-        run: what is shown besides the curves.
+        run: facts about the run, shown next to the curves.
     """
 
     def __init__(self, config: MLflowConfig, run: RunFacts) -> None:
@@ -41,7 +41,7 @@ class MLflowTracker:
         self._describe(run)
 
     def log(self, rows: Sequence[Row]) -> None:
-        """Send rows, as many in one request as a server takes."""
+        """Send rows, with as many rows per request as the server accepts."""
         from mlflow.entities import Metric
 
         metrics = [
@@ -53,11 +53,11 @@ class MLflowTracker:
             self._client.log_batch(self._id, metrics=metrics[first : first + _MAX_METRICS])
 
     def close(self, summary: dict[str, Any] | None) -> None:
-        """Send the final figures, and say how the run stands."""
+        """Send the final figures and the run's status."""
         from mlflow.entities import Metric
 
         if summary is None:
-            self._client.update_run(self._id, status="SCHEDULED")  # it goes on some time
+            self._client.update_run(self._id, status="SCHEDULED")  # the run will be resumed
             return
         now, step = int(time.time() * 1000), int(summary.get("steps") or 0)
         figures = [
@@ -77,8 +77,8 @@ class MLflowTracker:
         return str(known.experiment_id if known else self._client.create_experiment(name))
 
     def _describe(self, run: RunFacts) -> None:
-        # The run file as parameters. MLflow keeps a parameter's first value for good; one that a
-        # restart has changed is shown as a tag beside it.
+        # The run file as parameters. MLflow never changes a parameter's first value, so a value
+        # that a restart has changed is shown as a tag next to it.
         from mlflow.entities import Param, RunTag
 
         known = self._client.get_run(self._id).data.params
@@ -97,12 +97,12 @@ class MLflowTracker:
 
 
 def load_mlflow() -> None:
-    """Import MLflow; with short waits instead of minutes, since later rows try again."""
-    # MLflow has no other place for these; a user's own values win.
+    """Import MLflow with short timeouts instead of minutes; later rows try again."""
+    # MLflow reads these only from the environment; the user's own values win.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    import mlflow.tracking  # noqa: F401  # here, since a thread that imports may meet another
+    import mlflow.tracking  # noqa: F401  # not in the thread: two threads that import can deadlock
 
 
 def _name(key: str) -> str:

@@ -1,4 +1,4 @@
-"""Draws what clusters do over time: `python -m isles.track.timeline OUT.png`, JSON on stdin."""
+"""Timeline of clusters as a picture: `python -m isles.track.timeline OUT.png`, JSON on stdin."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Any
 
-COLOURS = {
+COLORS = {
     "compute": "#4c78a8",
     "outer": "#f2a541",
     "wait": "#d9d9d9",
@@ -19,10 +19,11 @@ COLOURS = {
 
 
 def draw(picture: dict[str, Any], path: str) -> None:
-    """Write a picture.
+    """Draw the timeline to a PNG file.
 
     Args:
-        picture: rows of a name and spans (state, begin, end); commits, begin, end: seconds.
+        picture: `rows` with a name and spans (state, begin, end); `commits`, `begin` and `end` in
+            seconds.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -36,16 +37,16 @@ def draw(picture: dict[str, Any], path: str) -> None:
         for span in row["spans"]:
             left, right = max(begin, span["begin"]), min(end, span["end"])
             if right > left:
-                axes.barh(place, right - left, left=left, color=COLOURS[span["state"]], height=0.8)
+                axes.barh(place, right - left, left=left, color=COLORS[span["state"]], height=0.8)
     for at in picture["commits"]:
         if begin <= at <= end:
             axes.axvline(at, color="black", linewidth=0.6)
     axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
     axes.invert_yaxis()
     axes.set_xlim(begin, end)
-    axes.set_xlabel("seconds; a line where an average is there")
+    axes.set_xlabel("seconds (vertical line: the clusters received an average)")
     seen = {span["state"] for row in rows for span in row["spans"]}
-    patches = [Patch(color=COLOURS[state], label=state) for state in COLOURS if state in seen]
+    patches = [Patch(color=COLORS[state], label=state) for state in COLORS if state in seen]
     figure.legend(handles=patches, loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=120)
 

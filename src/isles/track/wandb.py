@@ -1,4 +1,4 @@
-"""Weights & Biases, online or offline, with its files in RUN/wandb."""
+"""Weights & Biases tracker, online or offline, with its files in RUN/wandb."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ WandbMode = Literal["online", "offline", "disabled"]
 _INIT_S = 25.0
 _FINISH_S = 25.0
 _FLUSH_S = 0.5
-"""wandb writes its file every 15 s; a rank that is killed would lose what came after."""
+"""wandb flushes its file every 15 s; a killed rank would lose the rows since the last flush."""
 _DEFAULT_PROJECT = "isles"
 
 
 class WandbTracker:
-    """One run at Weights & Biases, which goes on under the same id after a restart.
+    """One run on Weights & Biases. A restarted run continues under the same id.
 
-    Its step axis is the inner step. wandb takes steps forward only: of steps that a restart does
-    again it keeps the numbers that it has.
+    The step axis is the inner step. wandb accepts only increasing steps, so when a restart repeats
+    steps, wandb keeps the earlier numbers.
 
     Args:
-        run: what is shown besides the curves.
+        run: facts about the run, shown next to the curves.
         mode: online, offline or disabled; see `resolve_mode`.
     """
 
     def __init__(self, config: WandbConfig, run: RunFacts, *, mode: WandbMode) -> None:
         import wandb
 
-        if wandb.run is not None:  # of a try that has failed
+        if wandb.run is not None:  # left by a failed attempt to open it
             wandb.teardown()
         run_id = (read_record(run.record) or {}).get("id")
         if run_id is None:
             run_id = secrets.token_hex(5)
-            keep_id(run, id=run_id)  # first: a start that is killed here must not fork the curve
+            keep_id(run, id=run_id)  # before init: an attempt killed here must not fork the curve
         self._run = wandb.init(
             dir=run.folder,
             project=config.project or wandb.setup().settings.project or _DEFAULT_PROJECT,
@@ -50,7 +50,7 @@ class WandbTracker:
             tags=config.tags or None,
             name=run.name,
             id=run_id,
-            resume="allow",  # also for `wandb sync`, which joins files of one id
+            resume="allow",  # needed by `wandb sync` too, which joins files with one id
             config={**run.config, "isles": run.about},
             allow_val_change=True,
             settings=wandb.Settings(
@@ -69,13 +69,13 @@ class WandbTracker:
         )
 
     def log(self, rows: Sequence[Row]) -> None:
-        """Hand rows to wandb's own process, which joins those of one step."""
+        """Pass rows to wandb's own process, which merges rows of the same step."""
         for row in rows:
             values = {f"{row['kind']}/{name}": value for name, value in numbers(row)}
             self._run.log({**values, "_timestamp": row["at"]}, step=row["step"])
 
     def close(self, summary: dict[str, Any] | None) -> None:
-        """Send the final figures; wait until wandb has everything, 25 s at most."""
+        """Send the final figures; wait at most 25 s until wandb has sent everything."""
         import wandb
 
         if summary is not None:
@@ -85,17 +85,18 @@ class WandbTracker:
 
 
 def resolve_mode(config: WandbConfig, folder: Path) -> tuple[WandbMode, str]:
-    """How wandb will work, and a line for the user if that was not asked for.
+    """The mode in which wandb will run, and a line for the user if it differs from the config.
 
-    Imports wandb, asks nobody anything, and needs no network. To be called before `WandbTracker`.
+    Imports wandb; needs no network and never prompts. Call this before `WandbTracker`.
 
     Args:
+        config: the tracker's section.
         folder: the run directory.
 
     Raises:
-        UserError: mode is online, and there is no key.
+        UserError: mode is online and there is no API key.
     """
-    # wandb reads these as it is imported or starts its process; a user's own values win.
+    # wandb reads these on import or when its process starts; the user's own values win.
     os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "wandb" / "cache"))
     os.environ.setdefault("WANDB_DATA_DIR", str(folder / "wandb" / "data"))
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -114,10 +115,10 @@ def resolve_mode(config: WandbConfig, folder: Path) -> tuple[WandbMode, str]:
         raise UserError(
             "wandb has no API key, and mode is online",
             where="track: {kind: wandb, mode: online}",
-            fix=f"{how}; or use mode: offline, and `wandb sync` later",
+            fix=f"{how}, or set mode to offline and run `wandb sync` later",
             id="track.account",
         )
     return "offline", (
-        f"wandb has no API key: it records offline in {folder / 'wandb'}; {how}, and then "
-        f"`wandb sync {folder / 'wandb'}/offline-run-*` sends it"
+        f"wandb has no API key, so it records offline in {folder / 'wandb'}. To upload, {how}, and "
+        f"then run `wandb sync {folder / 'wandb'}/offline-run-*`"
     )

@@ -63,7 +63,7 @@ from isles.train.strategy import (
 
 if TYPE_CHECKING:
     from isles.outer.samples import OwnSamples
-    from isles.outer.trainer.step import Exchange
+    from isles.outer.trainer.step import OuterStep
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ def _make_exchange(
     run_dir: RunDir,
     recorder: Recorder,
     resume_from: CheckpointInfo | None,
-) -> Exchange | None:
+) -> OuterStep | None:
     if config.diloco is None:
         return None
     # Its web client takes a third of a second to import, which other runs need not wait for.
@@ -249,7 +249,7 @@ def _make_model(
 
 
 def _begin(
-    exchange: Exchange | None, progress: Progress, checkpoint: CheckpointInfo | None
+    exchange: OuterStep | None, progress: Progress, checkpoint: CheckpointInfo | None
 ) -> OwnSamples | None:
     with nullcontext() if checkpoint is None else checkpoint.reading("outer"):
         return None if exchange is None else exchange.begin(progress)
@@ -263,7 +263,7 @@ def _take_over(
     world: World,
     disks: Disks,
     recorder: Recorder,
-    exchange: Exchange | None,
+    exchange: OuterStep | None,
 ) -> Progress:
     # The state of a checkpoint, or that of a run's beginning.
     seed = config.seed + 1_000_003 * (world.rank + 1)  # of dropout: another on every rank

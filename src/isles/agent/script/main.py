@@ -1,11 +1,11 @@
-"""Runs a user's own script as Python itself would; its stacks can be asked for by a signal.
+"""Runs a user's own script as Python itself would; a signal makes it write its stacks.
 
     python -u main.py FD SCRIPT ARGUMENTS…
 
-On a signal that programs leave alone Python writes the stacks of all its threads to the file that
-is open as FD, also while C code keeps Python's lock. The script finds itself as `__main__`, with
-its own arguments, folder and an empty namespace. This file is never imported by isles' own code,
-and imports nothing of isles: the script's folder comes first, as it would without it.
+On a signal that programs rarely use, Python writes the stacks of all its threads to the file that
+is open as FD, even while C code holds the GIL. The script runs as `__main__`, with its own
+arguments, folder and an empty namespace. isles never imports this file, and the file imports
+nothing of isles: the script's folder must be first on the path, as without isles.
 """
 
 import builtins
@@ -18,8 +18,8 @@ from types import TracebackType
 
 
 def _run(fd: int, script: str, arguments: list[str]) -> None:
-    """Become the script. Nothing of this module can be used once its namespace is the script's."""
-    own, path = __file__, os.path.abspath(script)  # noqa: PTH100  # as Python itself gives it
+    """Become the script. Nothing of this module is usable after its namespace is the script's."""
+    own, path = __file__, os.path.abspath(script)  # noqa: PTH100  # as Python itself sets it
     number = getattr(signal, "SIGRTMAX", None)
     if number is not None:
         faulthandler.register(number - 5, file=fd, all_threads=True, chain=False)

@@ -1,4 +1,4 @@
-"""`isles.report`: what a user's own script reports of its steps."""
+"""`isles.report`: a user's own script reports its steps."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ def report(
     tokens_per_second: float | None = None,
     **figures: SupportsFloat,
 ) -> None:
-    """Report that a step is done, for `isles status` and the curves.
+    """Report that a step is done, for `isles status` and the trackers.
 
         isles.report(step, loss=loss.item(), total_steps=1000)
 
-    On other ranks than 0, and where the script was not started by isles, it does nothing.
+    Does nothing on ranks other than 0, and if isles did not start the script.
 
     Args:
-        total_steps: of the whole run.
-        figures: what else was measured, such as loss: numbers, or tensors with one element.
+        step: the number of steps done.
+        total_steps: steps of the whole run.
+        figures: other metrics, such as loss: numbers, or tensors with one element.
     """
     env, path = read_rank_env(), run_dir_of_script()
     if path is None or env.rank != 0:
@@ -40,7 +41,7 @@ def report(
     found = {name: float(value) for name, value in figures.items()}
     if tokens_per_second is not None:
         found["tokens_per_second"] = tokens_per_second
-    # JSON knows neither NaN nor infinity.
+    # JSON has neither NaN nor infinity.
     numbers = {name: value if math.isfinite(value) else None for name, value in found.items()}
     with suppress(OSError):  # a full disk is for the script's next save to report
         with run_dir.metrics.open("a", encoding="utf-8") as stream:

@@ -1,6 +1,6 @@
-"""One rank of a user's own script: starts it, forwards stops, and records how it ended.
+"""One rank of a user's own script: starts it, forwards stop requests, and records its end.
 
-The agent calls `script_process` in place of the built-in trainer. No torch is needed here.
+The agent calls `script_process` instead of the built-in trainer. No torch is needed here.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _TAIL_BYTES = 1 << 16
 _TAIL_LINES = 30
 
 _GRACE_S = 60.0
-"""How long a script may take to end after SIGTERM, where checkpoint.timeout does not say."""
+"""Longest time for a script to end after SIGTERM, if checkpoint.timeout is not set."""
 
 AT_ONCE_S = 20.0
-"""An error of the script so soon after its start would only come again."""
+"""Seconds after its start within which an error of the script would only repeat."""
 
 _GOOD_ENDS = (ExitCode.OK, ExitCode.HANDOVER, ExitCode.REQUEUE, ExitCode.INTERRUPTED)
 
@@ -55,16 +55,16 @@ _CHAINED = (
     "another exception occurred:",
     "The above exception was the direct cause of the following exception:",
 )
-"""What Python writes between two tracebacks of one error."""
+"""Lines that Python writes between two tracebacks of one error."""
 
 
 def script_process(run_path: Path, env: RankEnv, _resume_from: Path | None) -> int:
-    """Run the script as this rank; the exit code."""
+    """Run the script as this rank; returns the exit code."""
     run_dir = RunDir(run_path)
     attempt = run_dir.attempt(env.attempt)
     log_to_file(attempt, env)
     code = _run_script(run_dir, attempt, env)
-    # Where another rank has failed, it was the agent that ended this one, and not a user.
+    # If another rank has failed, the agent ended this rank, not a user.
     was_ended = code != ExitCode.OK and attempt.rank_errors(env.restart)
     if was_ended or code not in _GOOD_ENDS:
         # Not an exception: the record holds more than a traceback through torch.
@@ -76,7 +76,7 @@ def script_process(run_path: Path, env: RankEnv, _resume_from: Path | None) -> i
 
 
 def _run_script(run_dir: RunDir, attempt: Attempt, env: RankEnv) -> int:
-    # To its end; returns OK, REQUEUE or INTERRUPTED after a stop, or the code of an error.
+    # Runs until it ends; returns OK, REQUEUE or INTERRUPTED after a stop, or an error's code.
     config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
     script, checkpoint = str(config.training.script), config.checkpoint
     has_timeout = "timeout" in checkpoint.model_fields_set
@@ -85,11 +85,11 @@ def _run_script(run_dir: RunDir, attempt: Attempt, env: RankEnv) -> int:
         return _failed(attempt, env, _missing(env, script))
     log_start = attempt.rank_log(env.rank).stat().st_size
     began = time.monotonic()
-    # The script ends with this process by `die_with_parent`; what it has started ends by the guard,
-    # which leads their process group: it outlives whoever kills that of the agent.
+    # The script ends with this process by `die_with_parent`. Its child processes are killed by the
+    # guard, which leads their process group and survives a kill of the agent's group.
     guard = subprocess.Popen(
         ["/bin/sh", "-c", "read line; kill -9 0"],
-        stdin=subprocess.PIPE,  # never written to: it closes with this process
+        stdin=subprocess.PIPE,  # never written to; closes with this process
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         process_group=0,
@@ -108,7 +108,7 @@ def _run_script(run_dir: RunDir, attempt: Attempt, env: RankEnv) -> int:
         },
         pass_fds=[stacks],
         process_group=guard.pid,
-        preexec_fn=die_with_parent,  # noqa: PLW1509  # it makes one call to the kernel, no more
+        preexec_fn=die_with_parent,  # noqa: PLW1509  # it makes only one system call
     )
     place = {"rank": env.rank, "restart": env.restart, "script_pid": child.pid, "stacks": stacks}
     place |= ProcessId.of(os.getpid()).record()
@@ -116,7 +116,7 @@ def _run_script(run_dir: RunDir, attempt: Attempt, env: RankEnv) -> int:
     code = stop.wait(child)
     asked = stop.code or (ExitCode.REQUEUE if code == ExitCode.REQUEUE else None)
     if asked or code:
-        os.killpg(guard.pid, signal.SIGKILL)  # with what the script has started and left behind
+        os.killpg(guard.pid, signal.SIGKILL)  # with the remaining child processes of the script
     guard.kill()
     guard.wait()
     if asked is not None:
@@ -132,19 +132,19 @@ def _run_script(run_dir: RunDir, attempt: Attempt, env: RankEnv) -> int:
 
 
 class _Stop:
-    """Forwards a stop to the script: SIGTERM, and SIGKILL when it has had time enough."""
+    """Forwards a stop to the script: SIGTERM, and SIGKILL after the grace period."""
 
     def __init__(self, grace_s: float) -> None:
-        """Take over the signals. Main thread only."""
+        """Install signal handlers. Main thread only."""
         self.code: ExitCode | None = None
         self._grace_s = grace_s
         self._is_killed = False
-        # SIGUSR2 comes from the agent: the ranks are to begin again with other nodes.
+        # The agent sends SIGUSR2 if the ranks must restart with other nodes.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, self._handle)
 
     def wait(self, child: subprocess.Popen[bytes]) -> int:
-        """Until the script has ended; its exit code, negative where a signal has ended it."""
+        """Wait until the script has ended; its exit code, negative if a signal ended it."""
         sent_at: float | None = None
         while True:
             with suppress(subprocess.TimeoutExpired):
@@ -159,18 +159,18 @@ class _Stop:
 
     def reason(self, code: int) -> str:
         if self.code is None:
-            return "the script asked to be started again (exit code 85)"
+            return "the script asked to be restarted (exit code 85)"
         if self._is_killed:
             return (
-                f"asked to stop; the script had not ended {self._grace_s:.0f} s after SIGTERM, and "
-                "was killed"
+                f"asked to stop; the script did not end within {self._grace_s:.0f} s after "
+                "SIGTERM, and was killed"
             )
         if code == -signal.SIGTERM:
-            return "asked to stop; the script does not handle SIGTERM, and saved nothing for it"
+            return "asked to stop; the script does not handle SIGTERM, so it saved nothing"
         return f"asked to stop; the script ended with exit code {code}"
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        # The first request counts, unless it was only to begin again.
+        # The first request counts, unless it was only a request to restart.
         if self.code in (None, ExitCode.HANDOVER):
             codes = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGUSR2: ExitCode.HANDOVER}
             self.code = codes.get(signal.Signals(number), ExitCode.REQUEUE)
@@ -186,7 +186,8 @@ def _record_stop(
 ) -> None:
     reason = stop.reason(code)
     write_record(attempt.rank_record(env.rank), {**place, "stop_reason": reason})
-    # A stop that the agent has forwarded is the coordinator's to judge: it also ends others so.
+    # The coordinator handles a stop that the agent forwarded: the agent ends other ranks that way
+    # too.
     step = read_last_step(attempt, env.restart)
     if env.rank == 0 and env.in_job and asked == ExitCode.REQUEUE:
         write_record(attempt.stopped, {"exit_code": int(asked), "step": step, "reason": reason})
@@ -205,11 +206,11 @@ def _failed(attempt: Attempt, env: RankEnv, error: ErrorRecord) -> int:
 def failed_record(
     attempt: Attempt, env: RankEnv, script: Path, code: int, *, log_start: int, took_s: float
 ) -> ErrorRecord:
-    """The error record of a rank whose script has failed, from its exit code and its log.
+    """Error record of a rank whose script failed, from its exit code and its log.
 
     Args:
-        code: exit code; negative where a signal has ended it.
-        log_start: where in the rank's log this process has begun.
+        code: exit code; negative if a signal ended the script.
+        log_start: offset in the rank's log at which this process started.
     """
     tail: list[str] = []
     with suppress(OSError), attempt.rank_log(env.rank).open("rb") as stream:
@@ -220,12 +221,12 @@ def failed_record(
     what, fix, where = f"{script.name} ended with exit code {code}", "", ""
     if code < 0:
         name = signal_name(-code)
-        what, fix = f"rank {env.rank} was killed by {name}", "the end of its log may say why: "
-        fix += "`isles logs`"
+        what = f"rank {env.rank} was killed by {name}"
+        fix = "check the end of its log with `isles logs`"
         if name == "SIGKILL":
-            fix = "somebody killed it, or the machine ran out of memory: see `dmesg | tail`"
+            fix = "it was killed, or the machine ran out of memory; run `dmesg | tail` there"
     is_communication = False
-    # torch may abort as Python ends after an error, with a process group that is still there.
+    # torch may abort as Python ends after an error, while a process group still exists.
     has_failed = code > 0 or (raised is not None and code == -signal.SIGABRT)
     if raised is not None and has_failed:
         message, where, tail = raised
@@ -252,11 +253,12 @@ def failed_record(
 
 def _missing(env: RankEnv, script: str) -> ErrorRecord:
     return error_record(
-        f"there is no such script: {Path(script).absolute()}",
+        f"script not found: {Path(script).absolute()}",
         id="files.script",
         kind="ConfigError",
         code=ExitCode.USER,
-        fix="copy it to every host (clusters.sync does), or set training.script and workdir",
+        fix="copy it to every host (clusters.0.sync does that), or correct training.script or "
+        "clusters.0.workdir",
         where=f"training.script, rank {env.rank} on {os.uname().nodename}",
         rank=env.rank,
         restart=env.restart,
@@ -266,13 +268,13 @@ def _missing(env: RankEnv, script: str) -> ErrorRecord:
 
 
 def _raised(tail: list[str]) -> tuple[str, str, list[str]] | None:
-    """The last error that was raised, the line that raised it, and its traceback; None: none."""
+    """The last raised error, the line that raised it, and its traceback; None if there is none."""
     heads = [i for i, line in enumerate(tail) if "Traceback (most recent call last)" in line]
     if not heads:
         return None
     lines = tail[heads[-1] :]
     first = heads[-1]
-    for head in reversed(heads[:-1]):  # of the errors that it came from, too
+    for head in reversed(heads[:-1]):  # also the errors that it was raised from
         if not any(line.rstrip().endswith(_CHAINED) for line in tail[head:first]):
             break
         first = head

@@ -20,7 +20,7 @@ from isles.run.hang import Frame, collective_in, place_in_words
 RUNNER = Path(__file__).with_name("main.py")
 
 ENDED = "its process has ended"
-"""Where a rank stands whose script is over."""
+"""Place of a rank whose script is over."""
 
 _FILE = "isles-stacks"
 _WAIT_S, _QUIET_S = 2.0, 0.2
@@ -28,21 +28,21 @@ _FRAME = re.compile(r'^\s+File "(.+)", line (\d+|\?\?\?) in (.+)$')
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x")
 
 Answer = dict[str, str]
-"""at: the place in the code. waits_in: the collective operation it waits in. stacks: of all
-threads. frozen: why it cannot go on by itself, or empty."""
+"""at: place in the code. waits_in: collective operation that it waits for. stacks: of all threads.
+frozen: why it cannot continue by itself, or empty."""
 
 
 def open_file() -> int:
-    """A descriptor of an empty file for the stacks of one script, which must inherit it."""
+    """A file descriptor of an empty file for the stacks of one script, which must inherit it."""
     if sys.platform != "linux":
         return os.open(os.devnull, os.O_WRONLY)
     file = os.memfd_create(_FILE)
-    fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # it is emptied before each question
+    fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # it is emptied before each request
     return file
 
 
 def read_stacks(scripts: Mapping[int, tuple[int, int]]) -> dict[int, Answer]:
-    """Where scripts stand now. Takes up to two seconds.
+    """Current places of scripts in their code. Takes up to two seconds.
 
     Args:
         scripts: for each rank, the pid of its script and the descriptor of its file there.
@@ -71,19 +71,19 @@ def read_stacks(scripts: Mapping[int, tuple[int, int]]) -> dict[int, Answer]:
 
 def _answer(state: str, text: str) -> Answer:
     if state in ("T", "t"):
-        frozen = "it is frozen: stopped by SIGSTOP or held by a debugger"
+        frozen = "frozen (stopped by SIGSTOP or held by a debugger)"
         return {"at": "", "waits_in": "", "stacks": f"{frozen}\n", "frozen": frozen}
     if state in ("", "Z", "X"):
         return {"at": ENDED, "waits_in": "", "stacks": f"{ENDED}\n", "frozen": ""}
     stack = _main_stack(text)
-    at = place_in_words(stack) if text else "where it gives no stacks"
+    at = place_in_words(stack) if text else "at an unknown place (no stacks)"
     if state == "D":
         at += ", waiting for a disk or a driver in the kernel"
     return {"at": at, "waits_in": collective_in(stack, is_gpu=True), "stacks": text, "frozen": ""}
 
 
 def _state(pid: int) -> str:
-    # The kernel's letter for what the process does; empty where it has ended.
+    # The kernel's letter for the state of the process; empty if it has ended.
     with suppress(OSError, IndexError):
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         return text.rpartition(")")[2].split()[0]
@@ -91,8 +91,8 @@ def _state(pid: int) -> str:
 
 
 def _ask(pid: int, fd: int) -> int | None:
-    # The file, after the question; None where the signal would not lead to stacks in this file,
-    # or would end the process.
+    # The file, after the request; None if the signal would not write stacks to this file, or would
+    # kill the process.
     with suppress(OSError, ValueError, StopIteration):
         lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
         caught = next(line for line in lines.splitlines() if line.startswith("SigCgt:"))
@@ -107,11 +107,11 @@ def _ask(pid: int, fd: int) -> int | None:
 
 
 def _main_stack(text: str) -> list[Frame]:
-    # The main thread's frames in the text of Python's faulthandler, the innermost last.
+    # The main thread's frames in the output of Python's faulthandler, innermost last.
     stack: list[Frame] = []
     for line in text.splitlines():
         if _THREAD.match(line):
-            stack = []  # the oldest thread comes last
+            stack = []  # the oldest thread is last
         elif found := _FRAME.match(line):
             number = int(found[2]) if found[2].isdecimal() else 0
             stack.append((found[1], number, found[3]))

@@ -1,8 +1,8 @@
 """Watches a user's own script for the coordinator: its status, whether it hangs, and where.
 
-Agents report when their ranks have printed, and answer a question for stacks (`stacks.py`). The
-question is asked when no rank has reported a step or printed for too long, when somebody leaves a
-file `stacks` in the folder of the attempt, and when a watcher wants to see them.
+Agents report when their ranks have printed, and answer requests for stacks (`stacks.py`). The
+coordinator requests stacks if no rank has reported a step or printed for too long, if a file
+`stacks` appears in the folder of the attempt, or if a watcher asks for them.
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ from isles.run.restarts import read_last_step
 _LOOK_S = 0.5
 _HEARTBEAT_S = 5.0
 _ANSWER_S = 20.0
-"""How long ranks may take to answer a question for their stacks."""
+"""Longest time for ranks to answer a request for their stacks."""
 
 _KNOWN_STEPS = 3
 _FIRST = 5
-"""A script's evaluations and saves cannot be told from its steps: they get more time."""
+"""Evaluations and saves of a script look like long steps, so they get more time."""
 
 
 @dataclass(slots=True)
 class Signs:
-    """When the script was last seen to report a step, and to do anything, by a monotonic clock."""
+    """Last report of a step, and last activity of the script, by a monotonic clock."""
 
     steps: float
     any: float
     num_steps: int = 0
     longest_s: float = 0.0
-    """Between two reports of steps."""
+    """Longest time between two reported steps."""
     seen: tuple[Any, ...] = ()
-    """The last step, and when the ranks of each node have last printed."""
+    """The last step, and when the ranks of each node last printed."""
     last: int | None = None
 
 
 @dataclass(slots=True)
 class _Question:
-    """A question to all ranks for their stacks, and its reason."""
+    """A request to all ranks for their stacks, and its reason."""
 
     number: int
     why: str
     at: float
     by_hand: bool
     asked_at: float | None
-    """Of the request of a watcher, who gets the answers; None: it is none."""
+    """Time of a watcher's request, which gets the answers; None if no watcher asked."""
     seen: tuple[Any, ...]
 
 
 class ScriptWatch:
-    """Keeps status.json while a script runs, and finds out that it hangs."""
+    """Keeps status.json up to date while a script runs, and detects that it hangs."""
 
     def __init__(
         self, run_dir: RunDir, attempt: Attempt, script: str, config: WatchdogConfig
@@ -81,7 +81,7 @@ class ScriptWatch:
 
     @property
     def question(self) -> int:
-        """Number of the question for stacks that agents are to answer; 0: there is none."""
+        """Number of the request for stacks that agents must answer; 0: no request."""
         return self._question.number if self._question is not None else 0
 
     def begin(self, restart: int, hosts: list[str], now_s: float) -> None:
@@ -98,11 +98,11 @@ class ScriptWatch:
         self._write({**status, "phase": "finished", "detail": "", "updated_at": time.time()})
 
     def look(self, reports: dict[int, dict[str, Any]], now_s: float) -> ErrorRecord | None:
-        """Look at the reports of the nodes; an error where the script is to be ended."""
+        """Check the reports of the nodes; returns an error if the script must be ended."""
         if now_s - self._looked_at < _LOOK_S:
             return None
         self._looked_at = now_s
-        with suppress(OSError):  # a full disk, one that is away for a moment
+        with suppress(OSError):  # a full disk, or a disk that is unavailable for a moment
             self._keep_fresh()
             self._update_signs(reports, now_s)
             if self._question is not None:
@@ -122,7 +122,7 @@ class ScriptWatch:
             self._hang, took_s = None, now_s - since
             path = self._attempt.hangs / f"{name}.json"
             write_record(path, {**(read_record(path) or {}), "went_on_after_s": took_s})
-            self._note(f"the script went on after {format_duration(took_s)}")
+            self._note(f"the script continued after {format_duration(took_s)}")
         total = (read_record(self._run_dir.status) or {}).get("total_steps")
         total = int(total) if isinstance(total, int) else None
         if why := overdue(self._signs, self._config, now_s, total):
@@ -184,10 +184,10 @@ class ScriptWatch:
             path = folder / f"{name}-rank-{rank}.txt"
             write_text_atomic(path, head + answer["stacks"], durable=False)
         text = f"{question.why}: {hang.text}"
-        self._note(f"{text}; stacks of the ranks: {folder}")
+        self._note(f"{text}; stacks of the ranks are in {folder}")
         if question.by_hand:
             return None
-        # What it has printed since the question may be its last word, and must not go unseen.
+        # Output since the request may be its last, so it must be read.
         self._hang = name, signs.any, question.seen
         record = {"step": step, "text": text, "at": time.time(), "went_on_after_s": None}
         write_record(folder / f"{name}.json", {**record, "root_causes": list(hang.root_causes)})
@@ -200,8 +200,8 @@ class ScriptWatch:
             kind="Stalled",
             code=ExitCode.COMMUNICATION,
             where=f"rank {rank} on {hosts[rank]}",
-            fix=f"the stacks of the ranks are in {folder}; watchdog.action: report would wait for "
-            "it",
+            fix=f"read the stacks of the ranks in {folder}; watchdog.action: report would wait "
+            "instead",
             rank=rank,
             host=hosts[rank],
             is_communication=False,
@@ -216,7 +216,7 @@ class ScriptWatch:
         return f"{kind}-{max(numbers, default=0) + 1}"
 
     def _keep_fresh(self) -> None:
-        # The status is never older than a few seconds, also where the script reports no steps.
+        # The status is never older than a few seconds, even if the script reports no steps.
         status, now = read_record(self._run_dir.status) or {}, time.time()
         if now - float(status.get("updated_at", 0.0)) >= _HEARTBEAT_S:
             with suppress(OSError):
@@ -235,11 +235,13 @@ class ScriptWatch:
 
 
 def overdue(signs: Signs, config: WatchdogConfig, now: float, total_steps: int | None) -> str:
-    """Why the script is taken for stuck; empty while it is not.
+    """Reason to assume that the script hangs; empty if it does not.
 
     Args:
-        now: by the clock of `signs`.
-        total_steps: of the whole run, where the script has reported them.
+        signs: last signs of progress.
+        config: the watchdog's section.
+        now: time by the clock of `signs`.
+        total_steps: steps of the whole run, if the script has reported them.
     """
     silent_s = now - signs.steps
     is_last = total_steps is not None and (signs.last or 0) >= total_steps
@@ -248,7 +250,7 @@ def overdue(signs: Signs, config: WatchdogConfig, now: float, total_steps: int |
         if silent_s > limit_s:
             return (
                 f"no step was reported for {format_duration(silent_s)} since step {signs.last} "
-                f"({format_duration(signs.longest_s)} between two at most before)"
+                f"(longest time between steps before: {format_duration(signs.longest_s)})"
             )
     if config.max_silence is not None and now - signs.any > config.max_silence:
         return f"no rank has printed or reported anything for {format_duration(now - signs.any)}"
@@ -263,7 +265,7 @@ def script_hang(answers: Mapping[int, Answer], hosts: list[str], step: int) -> H
         words = [f"rank {r} on {hosts[r]}: {answers[r]['frozen']}" for r in frozen]
         words += [f"rank {r} on {hosts[r]} does not answer" for r in missing]
         return Hang((*frozen, *missing), "; ".join(words[:3]))
-    # Who has ended is further than the others, and not waited for.
+    # A rank that has ended is ahead of the others, and they do not wait for it.
     stands = {
         rank: Position(step + (answer["at"] == ENDED), "running", answer["at"], answer["waits_in"])
         for rank, answer in answers.items()

@@ -28,7 +28,7 @@ from isles.data.samples import Samples, SampleTable
 from isles.data.stream.segments import SegmentRecord, Stream, make_segment, segment_table
 from isles.data.tokens.prepare import count_message, different_data, size_of_folders
 from isles.data.tokens.store import TokenStore, disk_errors
-from isles.dist.world import Place, World, place_of
+from isles.dist.world import RankLocation, World, place_of
 from isles.errors import CommunicationError, DataError, TrainingError, UserError
 from isles.run.prepared import remove_stale, temporary_beside
 from isles.run.records import MAX_LIST_BYTES, read_record, write_record
@@ -67,7 +67,7 @@ def open_streams(
     Raises:
         DataError: a source is missing on a node, or differs between nodes.
     """
-    me = place_of(world) if world is not None else Place(0, 0, "this machine")
+    me = place_of(world) if world is not None else RankLocation(0, 0, "this machine")
     streams: list[Stream] = []
 
     def identify() -> list[dict[str, Any]]:
@@ -375,7 +375,7 @@ class _Closed(Exception):
 
 
 def _agree(
-    world: World | None, me: Place, identify: Callable[[], list[dict[str, Any]]]
+    world: World | None, me: RankLocation, identify: Callable[[], list[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
     # What every node finds its sources to be. All ranks must call this.
     if world is None:
@@ -406,7 +406,7 @@ def _agree(
     return identity
 
 
-def _shared_folder(world: World | None, me: Place, cache_dir: Path) -> Path:
+def _shared_folder(world: World | None, me: RankLocation, cache_dir: Path) -> Path:
     # A new folder of this node, named after its first rank. All ranks must call this.
     name = ""
     if me.is_leader:

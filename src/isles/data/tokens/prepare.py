@@ -35,7 +35,7 @@ from isles.data.tokens.store import (
     publish,
 )
 from isles.dist.files import broadcast_folder
-from isles.dist.world import Place, World, place_of, work_together
+from isles.dist.world import RankLocation, World, place_of, work_together
 from isles.errors import CommunicationError, DataError
 from isles.run.checkpoints import hash_file
 from isles.run.entry import open_own_file
@@ -336,7 +336,7 @@ def no_documents(name: str, kind: str) -> DataError:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    place: Place
+    place: RankLocation
     sizes: Mapping[str, int]  # bytes of each file of the source that lies here
 
 
@@ -402,8 +402,8 @@ def prepare_everywhere(
 def _send(
     folder: Path,
     name: str,
-    src: Place,
-    lacking: Sequence[Place],
+    src: RankLocation,
+    lacking: Sequence[RankLocation],
     world: World,
     progress: Report,
 ) -> None:
@@ -468,7 +468,9 @@ def _sizes(source: SourceConfig) -> dict[str, int]:
         return {"": 0}  # it is there, and reading it says what is wrong
 
 
-def different_data(one: Place, other: Place, here: Any, there: Any, fix: str) -> DataError:
+def different_data(
+    one: RankLocation, other: RankLocation, here: Any, there: Any, fix: str
+) -> DataError:
     """The error for two nodes with different data under one name, from what describes each."""
     return DataError(
         f"{one} and {other} hold different data: {_difference(here, there)}",

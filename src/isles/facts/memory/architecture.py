@@ -15,28 +15,28 @@ from isles.facts.memory.forward import Forward, Value
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Architecture of one `model_type`.
+    """Differences of one `model_type` from Llama.
 
     Args:
-        norm: `rms`: RMSNorm, scaled after the cast back to the narrow type; `rms_wide`: scaled
-            before it; `layer`: torch's LayerNorm; `centred`: Cohere's.
-        order: places of norms: before attention and MLP (`pre`), after them (`post`), `both`;
+        norm: `rms`: RMSNorm, scaled after the cast to the narrow dtype; `rms_wide`: before;
+            `layer`: torch's LayerNorm; `centred`: Cohere's.
+        order: position of the norms: before attention and MLP (`pre`), after them (`post`), `both`;
             `parallel`: one norm for both, which run in parallel; `parallel_two`: one for each.
         mlp: `gated`, `gated_fused` (gate and up are one matrix), or `plain` (two matrices).
-        activation: activation if the config has none.
-        qk_norm: norms of queries and keys, over single `heads` or the `whole` vector.
+        activation: used if the config does not set it.
+        qk_norm: norms of queries and keys: per head (`heads`), or over the `whole` vector.
         fuses_qkv: queries, keys and values are one matrix.
-        qkv_bias, o_bias, mlp_bias: whether there is a bias, or the config's key for it.
-        shares_keys: several query heads may share keys and values (num_key_value_heads).
-        is_rotary: positions by rotation. With `narrows_rotated`, cast back to the input's type.
-        is_tied: whether the head is the embedding, if the config does not say.
-        kv_heads: default of the config. None: the number of heads.
-        head_dim: default of the config. None: the width over the heads.
-        has_experts: mixture of experts: each token uses a few MLPs of many.
+        qkv_bias, o_bias, mlp_bias: whether the matrix has a bias, or the config's key for it.
+        shares_keys: several query heads may share keys and values, by num_key_value_heads.
+        is_rotary: positions by rotation of queries and keys.
+        narrows_rotated: rotated queries and keys are cast back to the input's dtype.
+        is_tied: whether the head is the embedding, if the config does not set it.
+        positions: the config's key for the number of learned positions; empty: no such embedding.
+        has_experts: each token goes to a few MLPs of many (mixture of experts).
         experts_width: the config's key for the width of one expert.
         scales_logits: the logits are multiplied after the head.
         head_bias: the head has a bias.
-        defaults: further values for missing keys of the config.
+        defaults: values of other keys that the config may omit, such as head_dim.
     """
 
     norm: Literal["rms", "rms_wide", "layer", "centred"] = "rms"

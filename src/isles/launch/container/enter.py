@@ -1,4 +1,4 @@
-"""The runtime of a node, and the command line by which a process goes on in a container."""
+"""The container runtime of a node, and the command line that continues a process in a container."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ from isles.run.env import (
 )
 from isles.run.process import ProcessId
 
-if TYPE_CHECKING:  # an agent uses this file without run files, whose classes take long to import
+if TYPE_CHECKING:  # agents use this file without the config classes, which are slow to import
     from isles.config.sections.cluster import ClusterConfig, Runtime
     from isles.config.sections.run import RunConfig
 
 _PROGRAMS = {"apptainer": ("apptainer", "singularity"), "podman": ("podman",), "pyxis": ("srun",)}
 _INSTALL = {
     "apptainer": "install it (https://apptainer.org/docs), or load its module: "
-    "clusters[0].environment.modules",
+    "clusters.0.environment.modules",
     "podman": "install it: sudo apt install podman",
-    "pyxis": "is this Slurm's login node? clusters[0].launcher.bin_path names srun's folder",
+    "pyxis": "run isles on Slurm's login node, or set clusters.0.launcher.bin_path to the folder "
+    "of srun",
 }
 
 _OF_THE_HOST = re.compile(
-    # What describes the programs and the session of the host, and would mislead those inside.
+    # Variables about the host's programs and session, which would mislead programs inside.
     r"PATH|LD_.*|LIBRARY_PATH|CPATH|MANPATH|INFOPATH|PYTHON(PATH|HOME|STARTUP|USERBASE)|_"
     r"|VIRTUAL_ENV.*|CONDA_.*|_CE_.*|MAMBA_.*|CUDA_(HOME|ROOT|PATH)|ROCM_(HOME|PATH)"
     r"|PWD|OLDPWD|SHLVL|HOSTNAME|SHELL|PS[0-9]|PROMPT_COMMAND|BASH.*|ENV|LS_COLORS"
@@ -58,14 +59,14 @@ _ASK_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """What is known of a container before a node is.
+    """Settings of a container that do not depend on the node.
 
     Args:
-        image, runtime, python, binds, extra: of the run file.
-        paths: what the run file names that may be a file or folder, as it stands there.
-        variables: names that the run file sets, which go inside whatever they are.
+        image, runtime, python, binds, extra: values of the run file.
+        paths: values of the run file that may be a file or folder, unchanged.
+        variables: names of variables that the run file sets, which always go inside.
         launcher: kind of the launcher.
-        device: of the ranks; auto: whatever the node has.
+        device: device of the ranks; auto: depends on the node.
     """
 
     image: str
@@ -80,16 +81,16 @@ class Container:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Container:
-        """From a record."""
+        """Make a container from its record."""
         return TypeAdapter(cls).validate_python(record)
 
     @property
     def is_file(self) -> bool:
-        """Whether the image is a file or folder of the node, by its form."""
+        """Whether the image is a file or folder of the node, judged by its name."""
         return is_file_image(self.image)
 
     def file(self, workdir: Path | str) -> str:
-        """The whole path of an image that is a file."""
+        """The absolute path of an image that is a file."""
         return os.path.normpath(Path(workdir) / Path(self.image).expanduser())
 
     @property
@@ -99,7 +100,7 @@ class Container:
 
 
 def is_file_image(image: str) -> bool:
-    """Whether an image is a file or folder of the node, and no name in a registry."""
+    """Whether an image is a file or folder of the node, not a name in a registry."""
     suffixes = (".sif", ".simg", ".img", ".sqsh", ".squashfs")
     return image.startswith(("/", "./", "../", "~")) or (
         "://" not in image and image.endswith(suffixes)
@@ -109,7 +110,7 @@ def is_file_image(image: str) -> bool:
 def container_record(
     cluster: ClusterConfig, config: RunConfig | None, device: str = "auto"
 ) -> dict[str, Any] | None:
-    """The record of a cluster's container, which JSON takes; None: it has none."""
+    """The record of a cluster's container, as JSON; None: the cluster has no container."""
     found = cluster.environment.own_container
     if found is None:
         return None
@@ -128,7 +129,7 @@ def container_record(
 
 
 def _named_paths(config: RunConfig) -> Iterator[str]:
-    # Every value of a key that takes a path.
+    # Every value of a key that accepts a path.
     yield config.output_dir
     yield from (source.path for source in config.data.sources if source.path)
     named = (
@@ -147,10 +148,10 @@ def _named_paths(config: RunConfig) -> Iterator[str]:
 
 
 def find_runtime(container: Container) -> tuple[Runtime, str]:
-    """What runs the container on this node, and its program.
+    """The runtime that runs the container on this node, and its program.
 
     Raises:
-        PreflightError: there is none.
+        PreflightError: this node has no such runtime.
     """
     wanted = wanted_runtimes(container)
     for runtime in wanted:
@@ -159,7 +160,7 @@ def find_runtime(container: Container) -> tuple[Runtime, str]:
                 return runtime, program
     names = " or ".join(program for runtime in wanted for program in _PROGRAMS[runtime])
     raise PreflightError(
-        f"there is no {names} here, which would run the image {container.image}",
+        f"{names} not found on this host, needed to run the image {container.image}",
         where=f"host {os.uname().nodename}",
         fix=_INSTALL[wanted[0]],
         id="container.runtime",
@@ -167,7 +168,7 @@ def find_runtime(container: Container) -> tuple[Runtime, str]:
 
 
 def wanted_runtimes(container: Container) -> tuple[Runtime, ...]:
-    """What may run the container, in the order in which it is looked for."""
+    """Runtimes that can run the container, in the order in which isles looks for them."""
     match container.runtime:
         case "apptainer" | "podman" | "pyxis" as given:
             return (given,)
@@ -187,7 +188,7 @@ def wanted_runtimes(container: Container) -> tuple[Runtime, ...]:
 
 
 def has_pyxis(srun: str = "srun") -> bool:
-    """Whether this Slurm's srun takes an image, by its own help."""
+    """Whether srun of this Slurm accepts an image, according to its help text."""
     with suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(
             [srun, "--help"], capture_output=True, text=True, timeout=_ASK_S, check=False
@@ -209,14 +210,14 @@ def command_line(
     workdir: Path | str,
     gpus: Sequence[str],
 ) -> list[str]:
-    """The words that run a command in a container; of pyxis the options of srun alone.
+    """The command line that runs a command in a container; for pyxis, only the options of srun.
 
     Args:
         words: the command inside.
-        mounts: FROM:TO each, of `mounts_of`.
-        names: of the variables that go inside; their values stand on no command line.
+        mounts: FROM:TO each, from `mounts_of`.
+        names: names of the variables that go inside; no command line contains their values.
         workdir: the folder in which the command starts.
-        gpus: makers of the node's GPUs, of `gpu_makers`.
+        gpus: vendors of the node's GPUs, from `gpu_makers`.
     """
     match runtime:
         case "apptainer":
@@ -225,8 +226,8 @@ def command_line(
             line += [word for mount in mounts for word in ("--bind", mount)]
             return [*line, *container.extra, _apptainer_image(container, workdir), *words]
         case "podman":
-            # Its cgroup is that of the process that starts it: what a job may use, and a session
-            # that does not end with a log-out, hold inside as well.
+            # The container keeps the cgroup of the process that starts it, so the limits of a job,
+            # and of a session that survives a log-out, hold inside too.
             line = [program, "--cgroup-manager=cgroupfs", "run", "--rm", "--interactive"]
             line += ["--pull=never", f"--log-driver={_log_driver()}", "--cgroups=no-conmon"]
             line += ["--pid=host", "--ipc=host", "--network=host", "--uts=host"]
@@ -251,7 +252,7 @@ def command_line(
 
 
 def _log_driver() -> str:
-    # Podman hands its own streams on, also when it is gone; but no terminal.
+    # Podman passes on its own streams, even after it has exited, but not a terminal.
     return "none" if any(os.isatty(stream) for stream in range(3)) else "passthrough"
 
 
@@ -268,7 +269,7 @@ def _apptainer_image(container: Container, workdir: Path | str) -> str:
 
 
 def _pyxis_image(container: Container, workdir: Path | str) -> str:
-    # enroot writes # between the registry and the rest.
+    # enroot separates the registry from the rest by #.
     if container.is_file:
         return container.file(workdir)
     first, slash, rest = container.reference.partition("/")
@@ -279,7 +280,7 @@ def _pyxis_image(container: Container, workdir: Path | str) -> str:
 def gpu_makers(
     container: Container, devices: Path = Path("/dev")
 ) -> list[Literal["nvidia", "amd"]]:
-    """Makers of the GPUs that this node gives to the container."""
+    """Vendors of the GPUs that this node passes to the container."""
     if container.device == "cpu":
         return []
     there: list[Literal["nvidia", "amd"]] = []
@@ -291,30 +292,31 @@ def gpu_makers(
 def mounts_of(
     container: Container, folders: Sequence[Path | str], environ: Mapping[str, str]
 ) -> list[str]:
-    """FROM:TO of what is seen inside: these folders, what the run file names, the caches of isles
-    and of Hugging Face, and the binds of the run file. All keep their paths.
+    """FROM:TO for each path visible inside: these folders, paths of the run file, the caches of
+    isles and of Hugging Face, and the binds of the run file. All keep their paths.
 
     Args:
-        folders: such as the run directory; the first is the one to which paths are relative.
+        folders: such as the run directory; relative paths are relative to the first one.
     """
     base = Path(folders[0])
     wanted = [Path(folder).absolute() for folder in folders]
     for text in container.paths:
-        # Of a pattern, the folder before it.
+        # For a pattern: the folder before it.
         plain = re.split(r"[*?\[]", text, maxsplit=1)[0]
         path = base / Path(plain).expanduser()
         wanted.append(path if plain == text or plain.endswith("/") else path.parent)
     hub = hub_cache(environ)
-    # The token of the hub, and what transformers keeps, lie beside the folder of the hub.
+    # The Hugging Face token, and files of transformers, are next to the cache of the Hugging Face
+    # Hub.
     caches = [hub.parent if hub.name == "hub" else hub, datasets_cache(environ)]
     for cache in (cache_home(environ), *caches):
-        with suppress(OSError):  # a home that cannot be written is seen as it is
+        with suppress(OSError):  # a read-only home is mounted unchanged
             cache.mkdir(parents=True, exist_ok=True)
         wanted.append(cache)
     if (scratch := scratch_folder(environ)) is not None:
         wanted.append(scratch)
     there = [path for path in wanted if path.exists()]
-    # Where a path leads through a link, its target is seen as well.
+    # If a path is a link, its target is mounted too.
     found = {Path(os.path.normpath(path)) for path in there} | {path.resolve() for path in there}
     found = {path for path in found if path not in _SYSTEM}
     outer = [
@@ -342,30 +344,30 @@ def names_inside(container: Container, environ: Mapping[str, str]) -> list[str]:
 def inner_environ(
     container: Container, runtime: Runtime, program: str, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment in which the runtime is started."""
-    # What pip has put into the home is of the host's Python.
+    """The environment of the runtime process."""
+    # Packages that pip installed in the home belong to the host's Python.
     found = {"PYTHONNOUSERSITE": "1", **environ}
     if runtime == "podman":
-        return found  # it passes on what it is told by name
+        return found  # podman passes on only the variables that it is given by name
     for name in set(found) - set(names_inside(container, found)):
-        # The runtime itself needs the first two, and gives the image's own to what is inside.
+        # The runtime itself needs the first two; programs inside get the image's values.
         if name not in ("PATH", "LD_LIBRARY_PATH") and _is_misleading(name):
             del found[name]
     for name in container.variables:
-        # Apptainer sets some of its own, and passes on none of the host's.
+        # Apptainer sets some variables itself, and passes on none of the host's.
         if runtime == "apptainer" and name in environ and _OF_THE_HOST.fullmatch(name):
             found[f"{program.upper()}ENV_{name}"] = environ[name]
     return found
 
 
 def _is_misleading(name: str) -> bool:
-    # The settings of the runtimes themselves stay: they are not for what is inside.
+    # The settings of the runtimes themselves stay: they are not for programs inside.
     return not re.match(r"(APPTAINER|SINGULARITY|ENROOT|XDG|DBUS|SLURM)_", name)
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """How a container is entered on this node: a command line and its environment."""
+    """Command line and environment that enter a container on this node."""
 
     words: list[str]
     environ: dict[str, str]
@@ -373,10 +375,10 @@ class Entry:
 
 
 def entry(container: Container, words: Sequence[str], folders: Sequence[Path | str]) -> Entry:
-    """How a command is run in the container on this node, by a process of this one's number.
+    """Make the entry for a command in the container; the command keeps this process' pid.
 
     Raises:
-        PreflightError: no runtime is here, or the image is not.
+        PreflightError: the runtime or the image is missing on this node.
     """
     runtime, program = find_runtime(container)
     _require_image(container, folders[0])
@@ -400,19 +402,19 @@ def _require_image(container: Container, workdir: Path | str) -> None:
     path = container.file(workdir)
     if container.is_file and not Path(path).exists():
         raise PreflightError(
-            f"there is no image {path}",
+            f"image not found: {path}",
             where=f"host {os.uname().nodename}",
-            fix="correct clusters[0].environment.container, or put the file there; a name in a "
+            fix="correct clusters.0.environment.container, or copy the image there; a name in a "
             "registry begins with docker://",
             id="container.image",
         )
 
 
 def enter(container: Container, words: Sequence[str], folders: Sequence[Path | str]) -> Never:
-    """Go on in the container, as Python with these words; this process becomes its runtime.
+    """Continue in the container, as Python with these arguments; this process becomes its runtime.
 
     Raises:
-        PreflightError: no runtime is here, or the image is not.
+        PreflightError: the runtime or the image is missing on this node.
     """
     found = entry(container, words, folders)
     sys.stderr.write(f"{MARK} {container.image} (by {found.runtime})\n")
@@ -423,11 +425,11 @@ def enter(container: Container, words: Sequence[str], folders: Sequence[Path | s
 def step_options(
     container: Container, srun: str, folders: Sequence[Path | str]
 ) -> list[str] | None:
-    """Options of srun by which a step is in the container from its start; None: the agents enter
-    it by themselves.
+    """Options of srun for a step that starts in the container; None: the agents enter the container
+    by themselves.
 
     Raises:
-        PreflightError: the image is not here.
+        PreflightError: the image is missing.
     """
     if "pyxis" not in wanted_runtimes(container) or not (
         container.runtime == "pyxis" or has_pyxis(srun)
@@ -447,7 +449,7 @@ def step_options(
 
 
 def step_environ(container: Container) -> list[str]:
-    """`env …` before srun, which passes all that it has on into the container."""
+    """`env …` before srun, because srun passes its whole environment into the container."""
     environ = inherited()
     gone = sorted(set(environ) - set(inner_environ(container, "pyxis", "srun", environ)))
     words = [word for name in gone for word in ("-u", name)]
@@ -458,16 +460,16 @@ def step_environ(container: Container) -> list[str]:
 
 
 def end_with_host() -> None:
-    """In a container: end this process group when the process that has entered it is gone.
+    """In a container: end this process group when the process that entered the container is gone.
 
-    A runtime that is killed leaves what it has started to a helper of its own.
+    A killed runtime leaves its child processes to a helper process.
     """
     found = container_host()
     if found is None:
         return
     host = ProcessId(os.uname().nodename, *found)
     if not host.is_alive():
-        return  # a runtime that has its own process numbers
+        return  # a runtime with its own PID namespace
 
     def watch() -> None:
         pause = threading.Event()

@@ -1,4 +1,4 @@
-"""Why a container could not be entered, or lacks what isles needs, in words."""
+"""Explanations of failed container starts, and of containers without isles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from isles import __version__
 from isles.errors import PreflightError
 
 MARK = "isles: in the container"
-"""Begins the line that is written on stderr before a container is entered."""
+"""Prefix of the line on stderr before a container is entered."""
 
 
 def refusal_line(error: PreflightError) -> str:
@@ -22,11 +22,13 @@ def refusal_line(error: PreflightError) -> str:
 
 
 def explain(text: str, record: Mapping[str, Any] | None = None) -> PreflightError | None:
-    """Why a container could not be entered, or lacks isles, by what was written on stderr; None:
-    this is not about a container.
+    """Why a container could not be entered, or lacks isles, from its stderr; None: the text is not
+    about a container.
 
     Args:
-        record: of a container that a scheduler has entered, without a word of isles.
+        text: the stderr.
+        record: the container's record, if a scheduler entered the container without a line of
+            isles.
     """
     if record is not None and MARK not in text:
         text = f"{MARK} {record['image']} (by pyxis)\n{text}"
@@ -51,55 +53,56 @@ _FAILURES = (
     (
         r"No module named '?isles'?$|No module named '?isles'?\)",
         "isles.installed",
-        "the image {image} has no isles",
-        "put it in, as in a Dockerfile: RUN pip install 'isles[train]=={version}'; "
-        "clusters[0].environment.container.python names another Python of the image",
+        "the image {image} does not contain isles",
+        "install isles in the image, as in a Dockerfile: RUN pip install "
+        "'isles[train]=={version}' (or set clusters.0.environment.container.python to another "
+        "Python of the image)",
     ),
     (
         r"No module named '?isles[.\w]+",
         "version.isles",
         "the image {image} has another version of isles",
-        "put the same into it: pip install 'isles[train]=={version}'",
+        "install the same version in the image: pip install 'isles[train]=={version}'",
     ),
     (
         r"(?i)image not known|no such image|manifest unknown|does not resolve to an image"
         r"|pull policy|could not open image|failed to (import|pull)|unable to (get|pull)",
         "container.image",
-        "the image {image} is not here",
-        "fetch it on this host: podman pull {image}; of apptainer: apptainer build image.sif "
-        "docker://{image}, and container: image.sif",
+        "the image {image} is not on this host",
+        "fetch it on this host with podman pull {image}. For apptainer, run apptainer build "
+        "image.sif docker://{image}, and set container: image.sif",
     ),
     (
         r"(?i)CDI device|nvidia\.com/gpu|nvidia-container-cli",
         "container.runtime",
-        "the container does not get the GPUs",
-        "sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml (NVIDIA Container Toolkit)",
+        "the container cannot access the GPUs",
+        "run sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml (NVIDIA Container Toolkit)",
     ),
     (
         r"(?i)newuidmap|newgidmap|no subuid|no subgid|not enough IDs|insufficient UIDs",
         "container.runtime",
-        "rootless containers have no user numbers here",
-        "sudo apt install uidmap; sudo usermod --add-subuids 100000-165535 --add-subgids "
-        "100000-165535 $(id -un); podman system migrate",
+        "this host has no subordinate user ids for rootless containers",
+        "run sudo apt install uidmap && sudo usermod --add-subuids 100000-165535 --add-subgids "
+        "100000-165535 $(id -un) && podman system migrate",
     ),
     (
         r"(?i)user namespace|cannot clone: |unshare",
         "container.runtime",
-        "this kernel lets users make no namespaces",
-        "sudo sysctl -w user.max_user_namespaces=28633; on Ubuntu also "
+        "this kernel does not allow user namespaces",
+        "run sudo sysctl -w user.max_user_namespaces=28633; on Ubuntu also "
         "kernel.apparmor_restrict_unprivileged_userns=0",
     ),
     (
         r"(?i)executable file .* not found|stat .*no such file|exec: .*not found"
         r"|execve.*No such file",
         "python.runs",
-        "the image {image} has no such Python",
-        "clusters[0].environment.container.python names it, such as /opt/conda/bin/python",
+        "the image {image} does not contain this Python",
+        "set clusters.0.environment.container.python, such as /opt/conda/bin/python",
     ),
     (
         r"(?i)unrecognized option.*container-image",
         "container.runtime",
-        "this Slurm has no pyxis",
-        "clusters[0].environment.container.runtime: apptainer",
+        "this Slurm does not have pyxis",
+        "set clusters.0.environment.container.runtime: apptainer",
     ),
 )

@@ -1,4 +1,4 @@
-"""What an image has, asked before a run is started in it."""
+"""Content of an image, checked before a run is started in it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from isles.launch.ssh.shell import Shell
 from isles.launch.worker import NEEDED_TO_TRAIN
 
 ANSWER_S = 90.0
-"""Longest wait for the first answer of an image, which may come from a slow disk."""
+"""Longest wait for the first answer of an image, which may be on a slow disk."""
 
 
 def open_image(container: Mapping[str, Any]) -> Channel:
-    """A channel to a process in the container on this machine, which answers as a node does."""
+    """Channel to a process in the container on this machine, which answers like a node."""
     return open_channel(
         Shell(), python=sys.executable, container=container, name=os.uname().nodename
     )
 
 
 def require_image(container: Mapping[str, Any], loaded: Loaded) -> None:
-    """See on this machine that the image can train the run.
+    """Check on this machine that the image can train the run.
 
     Raises:
         PreflightError: the container cannot be entered, or lacks isles or a package.
-        ConfigErrors: what the run file names and the container does not see, or lacks.
+        ConfigErrors: paths of the run file that are missing in the container.
     """
     with open_image(container) as image:
         facts = image.call("facts", timeout_s=ANSWER_S)
@@ -55,22 +55,22 @@ def require_image(container: Mapping[str, Any], loaded: Loaded) -> None:
 def image_failure(
     facts: Mapping[str, Any], image: str, needed: Sequence[str]
 ) -> PreflightError | None:
-    """Why an image cannot be used, by its facts (`node_facts`); None: it can."""
+    """Why an image cannot be used, from its facts (`node_facts`); None: it can be used."""
     missing = [name for name in facts["missing"] if name in needed]
     where = f"host {facts['host']}"
     if missing:
         return PreflightError(
             f"the image {image} lacks packages for {facts['executable']}: {', '.join(missing)}",
             where=where,
-            fix=f"put them in: pip install 'isles[train]=={__version__}'; or name another Python "
-            "of the image: clusters[0].environment.container.python",
+            fix=f"install them in the image (pip install 'isles[train]=={__version__}'), or set "
+            "clusters.0.environment.container.python to another Python of the image",
             id="packages.missing",
         )
     if facts["isles"] != __version__:
         return PreflightError(
-            f"the image {image} has isles {facts['isles']}, and this is {__version__}",
+            f"the image {image} has isles {facts['isles']}, this machine has {__version__}",
             where=where,
-            fix=f"put the same into it: pip install 'isles[train]=={__version__}'",
+            fix=f"install the same version in the image: pip install 'isles[train]=={__version__}'",
             id="version.isles",
         )
     return None

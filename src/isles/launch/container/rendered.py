@@ -1,4 +1,4 @@
-"""torchrun in a container, as the scripts of `isles render` have it: no node was seen."""
+"""torchrun in a container, for scripts of `isles render`, which know no node."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from isles.launch.container.enter import Container, command_line, container_reco
 
 _CACHE = '"${HF_HOME:-$HOME/.cache/huggingface}"'
 _NAMES = ("CUDA_VISIBLE_DEVICES", "GLOO_*", "HF_*", "MASTER_*", "NCCL_*", "OMP_*", "TORCH_*")
-"""Variables that podman passes on where they are set; the others pass on all."""
+"""Variables that podman passes on if they are set; the other runtimes pass on all."""
 
 
 def torchrun_words(config: RunConfig, workdir: str, device: str, launcher: str) -> tuple[str, str]:
-    """What stands for `torchrun` in a script, in words of bash, and options of srun.
+    """The replacement of `torchrun` in a script, in bash, and options of srun.
 
     Args:
-        launcher: the kind of the script: slurm, pbs, or another for one that people start.
+        launcher: kind of the script: slurm, pbs, or another kind for a script that people start.
     """
     record = container_record(config.clusters[0], config, device)
     if record is None:
         return "torchrun", ""
     container = replace(Container.of(record), launcher=launcher)
-    # A script must say which it is: in Slurm apptainer runs every image.
+    # A script must name the runtime: in Slurm, apptainer runs every image.
     runtime: Runtime = wanted_runtimes(container)[-1 if launcher == "slurm" else 0]
     folders = dict.fromkeys([workdir, *(p for p in container.paths if p.startswith("/"))])
     outer = [PurePosixPath(folder) for folder in folders]

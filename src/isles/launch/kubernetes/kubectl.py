@@ -1,4 +1,4 @@
-"""The user's own kubectl: what it says of the pods of a start, and why it refuses something."""
+"""The user's own kubectl: the state of the pods of a run, and explanations of its errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from isles.errors import PreflightError, UserError
 from isles.launch.answers import read_answer
 from isles.launch.kubernetes.manifest import KINDS, LABEL
-from isles.launch.ssh.shell import Result, Shell
+from isles.launch.ssh.shell import CommandResult, Shell
 from isles.run.remote import Word
 
 T = TypeVar("T")
@@ -23,18 +23,20 @@ _DELETE_S = 120.0
 _INDEX = "batch.kubernetes.io/job-completion-index"
 
 HOPELESS = ("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
-"""Reasons for which a pod waits in vain: the image was tried twice, or has a wrong name."""
+"""Reasons of pods that will never start: the image failed twice, or has an invalid name."""
 
 _FIXES = (
-    (r"ImagePull|InvalidImage|pull access|manifest", "correct launcher.image, or give "
-     "launcher.pull_secret; `docker pull` of that name shows whether the registry has it"),
-    (r"Insufficient", "ask for less (nodes, gpus_per_node, launcher.resources), wait until others "
-     "have ended, or raise launcher.pending_timeout"),
-    (r"node affinity|selector|untolerated taint", "correct launcher.node_selector and "
-     "launcher.tolerations: `kubectl get nodes --show-labels`, `kubectl describe nodes`"),
-    (r"persistentvolumeclaim|FailedMount|FailedAttach|volume", "correct launcher.volumes: "
-     "`kubectl get pvc`; pods on several nodes need ReadWriteMany"),
-    (r"quota|forbidden", "ask for less, or ask who runs the cluster"),
+    (r"ImagePull|InvalidImage|pull access|manifest", "correct clusters.0.launcher.image, or set "
+     "clusters.0.launcher.pull_secret; test the name with `docker pull`"),
+    (r"Insufficient", "request less (nodes, gpus_per_node, clusters.0.launcher.resources), wait "
+     "until other jobs have ended, or raise clusters.0.launcher.pending_timeout"),
+    (r"node affinity|selector|untolerated taint", "correct clusters.0.launcher.node_selector and "
+     "clusters.0.launcher.tolerations; see `kubectl get nodes --show-labels` and `kubectl describe "
+     "nodes`"),
+    (r"persistentvolumeclaim|FailedMount|FailedAttach|volume", "correct "
+     "clusters.0.launcher.volumes; see `kubectl get pvc`; pods on several nodes need "
+     "ReadWriteMany"),
+    (r"quota|forbidden", "request less, or ask the cluster's administrators"),
 )  # fmt: skip
 
 
@@ -114,13 +116,13 @@ class _Events:
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """One pod, as kubectl has shown it.
+    """One pod, as reported by kubectl.
 
     Args:
-        index: its node number; None: it is none of the start's.
+        index: its node number; None: the pod does not belong to the start.
         phase: Pending, Running, Succeeded, Failed or Unknown.
-        waits: why it does not run, in Kubernetes' words; empty: nothing is said.
-        is_ending: whether it was told to end.
+        waits: Kubernetes' reason why it does not run; empty: no reason.
+        is_ending: whether Kubernetes is terminating it.
     """
 
     name: str
@@ -140,7 +142,7 @@ class Pod:
 
 @dataclass(frozen=True, slots=True)
 class Kubectl:
-    """kubectl with one context and namespace; None: as kubectl itself chooses."""
+    """kubectl with one context and namespace; None: kubectl's default."""
 
     context: str | None
     namespace: str | None
@@ -152,64 +154,66 @@ class Kubectl:
         return ["kubectl", *place, *words]
 
     def require(self, where: str) -> None:
-        """PreflightError: there is no kubectl on this machine."""
+        """PreflightError: kubectl is not installed on this machine."""
         if shutil.which("kubectl") is None:
             raise PreflightError(
-                "there is no program kubectl on this machine, which makes the pods",
+                "kubectl, which creates the pods, is not installed on this machine",
                 where=where,
-                fix="install it (kubernetes.io/docs/tasks/tools), and see that "
-                "`kubectl get pods` answers",
+                fix="install it (kubernetes.io/docs/tasks/tools), and test it with "
+                "`kubectl get pods`",
                 id="kubernetes.kubectl",
             )
 
-    def run(self, *words: str, stdin: str | None = None, timeout_s: float = _ASK_S) -> Result:
-        """Run it to its end, whatever it says. PreflightError: no answer in time."""
+    def run(
+        self, *words: str, stdin: str | None = None, timeout_s: float = _ASK_S
+    ) -> CommandResult:
+        """Run it and return its result, also on failure. PreflightError: no answer in time."""
         return Shell().run(self.argv(*words), stdin=stdin, timeout_s=timeout_s)
 
     def ask(self, *words: str, stdin: str | None = None) -> str:
-        """Run it, and return what it prints.
+        """Run it, and return its output.
 
         Raises:
-            UserError: it fails; in its own words.
+            UserError: kubectl fails; with kubectl's message.
         """
         done = self.run(*words, stdin=stdin)
         if done.returncode == 0:
             return done.stdout
         text = done.stderr.strip() or f"exit status {done.returncode}"
         raise UserError(
-            f"kubectl {words[0]} fails: {text.splitlines()[-1]}",
+            f"kubectl {words[0]} failed: {text.splitlines()[-1]}",
             where=" ".join(self.argv()),
-            fix=_fix(text, "try `kubectl get pods` by hand; launcher.context and "
-            "launcher.namespace say where"),
+            fix=_fix(text, "run `kubectl get pods` manually; set clusters.0.launcher.context and "
+            "clusters.0.launcher.namespace if they are wrong"),
             id="kubernetes.refused",
         )  # fmt: skip
 
     def create(self, item: dict[str, Any]) -> tuple[str, str]:
-        """Make an object; returns its name and uid."""
+        """Create an object; returns its name and uid."""
         text = self.ask("create", "-f", "-", "-o", "json", stdin=json.dumps(item))
         made = self._read(_Object, "create", text).metadata
         return made.name, made.uid
 
     def pods(self, job: str, label: str = LABEL) -> list[Pod]:
-        """The pods of a start: running pods first, then by their index.
+        """The pods of a start: running pods first, then by index.
 
         Args:
-            label: has the name of the job as its value.
+            label: a label whose value is the name of the job.
         """
         text = self.ask("get", "pods", "-l", f"{label}={job}", "-o", "json")
         found = [_pod(item) for item in self._read(_Objects, "get", text).items]
         return sorted(found, key=lambda p: (not p.is_running, p.index or 0))
 
     def logs(self, pod: str) -> str:
-        """What a pod has printed; empty where it has not begun."""
+        """Output of a pod; empty if it has not started."""
         done = self.run("logs", pod)
         return done.stdout if done.returncode == 0 else ""
 
     def failure(self, flavour: str, job: str) -> str:
-        """Why the owner of a start has failed; empty: it has not."""
+        """Why the owner object of a start has failed; empty: it has not failed."""
         done = self.run("get", KINDS[flavour][0], job, "-o", "json")
         if "NotFound" in done.stderr:
-            return f"somebody has deleted {job}"
+            return f"{job} was deleted"
         if done.returncode:
             return ""
         status = self._read(_Object, "get", done.stdout).status or _Status()
@@ -219,9 +223,9 @@ class Kubectl:
         return ""
 
     def warnings(self, job: str) -> list[str]:
-        """The last word of each warning event about the objects of a start."""
+        """The last line of each warning event about the objects of a start."""
         events: dict[str, tuple[str, str]] = {}
-        with suppress(UserError):  # who may not read events knows less
+        with suppress(UserError):  # without permission for events there are no warnings
             for event in self._read(_Events, "get", self.ask("get", "events", "-o", "json")).items:
                 about = event.involvedObject.name or ""
                 if event.type == "Warning" and about.startswith(job):
@@ -244,9 +248,10 @@ class Kubectl:
         if done.returncode:
             last = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
             raise UserError(
-                f"kubectl delete fails: {last[-1]}",
+                f"kubectl delete failed: {last[-1]}",
                 where=f"{LABEL}={job}",
-                fix=f"by hand: kubectl delete {','.join(KINDS[flavour])} -l {LABEL}={job}",
+                fix=f"delete them manually with kubectl delete {','.join(KINDS[flavour])} -l "
+                f"{LABEL}={job}",
                 id="kubernetes.refused",
             )
 
@@ -256,21 +261,25 @@ class Kubectl:
             text,
             by=f"kubectl {word}",
             where=" ".join(self.argv()),
-            fix="see whether `kubectl get pods -o json` prints JSON: another program of that name, "
+            fix="check that `kubectl get pods -o json` prints JSON; another program of that name, "
             "or a plugin for logins, may write to its output",
             id="kubernetes.refused",
         )
 
 
 def not_running(kubectl: Kubectl, job: str, pods: Sequence[Pod], what: str) -> PreflightError:
-    """The error of pods that do not come to run, with the words of Kubernetes and what to do."""
+    """The error for pods that do not start, with Kubernetes' reasons and a fix."""
     words = [f"{pod.name}: {pod.waits}" for pod in pods if not pod.is_running and pod.waits]
     words = list(dict.fromkeys([*words, *kubectl.warnings(job)]))
-    text = "\n    ".join(words) or "Kubernetes says no reason"
+    text = "\n    ".join(words) or "Kubernetes gives no reason"
     return PreflightError(
         f"{what}:\n    {text}",
         where=f"job {job}",
-        fix=_fix(text, "see `kubectl describe pods`; launcher.pending_timeout waits longer"),
+        fix=_fix(
+            text,
+            "see `kubectl describe pods`; to wait longer, raise "
+            "clusters.0.launcher.pending_timeout",
+        ),
         id="kubernetes.pending",
     )
 

@@ -1,4 +1,4 @@
-"""The objects of a start on Kubernetes, as dictionaries; no secret is among them."""
+"""The objects of a start on Kubernetes, as dictionaries, without secrets."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from isles.launch.ssh.environment import quoted, setting_lines
 Object = dict[str, Any]
 
 LABEL = "isles.dev/job"
-"""Label that all objects of a start have, with its name."""
+"""Label of all objects of a start; its value is the start's name."""
 FILES, SECRET = "/etc/isles", "/etc/isles-secret"
-"""Where a pod sees the ConfigMap and the Secret."""
+"""Folder where a pod sees the ConfigMap and the Secret."""
 _NAME_CHARS = 30
 _JOB_API, _JOBSET_API = "batch/v1", "jobset.x-k8s.io/v1alpha2"
 _TRAINER_API = "trainer.kubeflow.org/v1alpha1"
 _NOT_RUN = [int(code) for code in ExitCode if 0 < code < ExitCode.HANDOVER] + [126, 127]
-"""Exit codes after which another pod would end the same way."""
+"""Exit codes after which another pod would fail in the same way."""
 
 KINDS = {
     "job": ("jobs.batch", "services", "configmaps", "secrets"),
@@ -39,22 +39,22 @@ KINDS = {
         "secrets",
     ),
 }
-"""Kinds of each flavour as kubectl takes them, the owner of the others first."""
+"""Kinds of objects of each flavour, in kubectl's notation, the owner first."""
 
 
 def job_name(name: str) -> str:
-    """A name for the objects of one start of a run, which no other start has."""
+    """A unique name for the objects of one start of a run."""
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower())[:_NAME_CHARS].strip("-")
     return f"isles-{slug or 'run'}-{secrets.token_hex(3)}"
 
 
 def python_of(loaded: Loaded) -> str:
-    """Python in the pods, as typed after `pod_lines`."""
+    """Python in the pods, as a command after `pod_lines`."""
     return loaded.config.clusters[0].environment.python or "python3"
 
 
 def pod_lines(loaded: Loaded) -> list[str]:
-    """Lines of bash that come before Python in a pod."""
+    """Lines of bash before Python in a pod."""
     cluster = loaded.config.clusters[0]
     lines = setting_lines(cluster, cluster.workdir or ".")
     return lines[cluster.workdir is None :]  # else the folder of the image
@@ -65,9 +65,9 @@ class Manifest:
     """The objects of one start.
 
     Args:
-        name: of all its objects.
+        name: name of all objects.
         resume, typed: as in `StartOptions`.
-        suspend: whether no pod is made until the owner is told to go on.
+        suspend: whether the owner is created suspended, so that it creates no pods yet.
     """
 
     name: str
@@ -89,13 +89,13 @@ class Manifest:
 
     @property
     def hosts(self) -> tuple[str, str]:
-        """What stands before the index in the name of a pod's host, and the domain behind it."""
-        # A JobSet calls its Jobs NAME-REPLICATED_JOB-0.
+        """The part of a pod's host name before its index, and the domain after it."""
+        # A JobSet names its Jobs NAME-REPLICATED_JOB-0.
         is_job = self.launcher.flavour == "job"
         return (self.name if is_job else f"{self.name}-node-0"), self.name
 
     def objects(self) -> list[Object]:
-        """All of them: what the owner needs before it, the owner, and what belongs to it."""
+        """All objects: prerequisites of the owner, the owner, and the objects that belong to it."""
         return [*self.before(), self.owner(), *self.others()]
 
     def text(self) -> str:
@@ -122,18 +122,18 @@ class Manifest:
                 return self._object(_TRAINER_API, "TrainJob", spec)
 
     def before(self) -> list[Object]:
-        """What must be there before the owner: of a TrainJob its runtime."""
+        """Objects that must exist before the owner: the runtime of a TrainJob."""
         if self.launcher.flavour != "trainjob":
             return []
         job = self._job()
         jobset = self._jobset(job)
-        # Its own controller decides when a TrainJob is over, and keeps its JobSet until then.
+        # The controller of a TrainJob decides when it is over, and keeps its JobSet until then.
         del jobset["ttlSecondsAfterFinished"]
         spec = {"mlPolicy": {"numNodes": job["completions"]}, "template": {"spec": jobset}}
         return [self._object(_TRAINER_API, "TrainingRuntime", spec)]
 
     def others(self, owner_uid: str = "") -> list[Object]:
-        """What belongs to the owner, once its uid is known."""
+        """The objects that belong to the owner; they need its uid."""
         prefix, domain = self.hosts
         start = {
             "job": self.name,
@@ -161,13 +161,13 @@ class Manifest:
         return found
 
     def reference(self, uid: str) -> Object:
-        """How an object names its owner."""
+        """The reference to the owner in other objects."""
         owner = self.owner()
         names = {"apiVersion": owner["apiVersion"], "kind": owner["kind"], "name": self.name}
         return {**names, "uid": uid}
 
     def reader(self) -> Object:
-        """A Job of one pod that sees the same volumes, and waits for commands for a while."""
+        """A Job with one pod that sees the same volumes, and waits a while for commands."""
         pod = self._pod(["sleep 900"], {})
         pod["volumes"] = [v for v in pod["volumes"] if v["name"] not in ("files", "secret")]
         mounts = pod["containers"][0]["volumeMounts"]
@@ -202,7 +202,7 @@ class Manifest:
         }
 
     def _job(self) -> Object:
-        # The spec of an Indexed Job, alike in all flavours.
+        # The spec of an Indexed Job, equal in all flavours.
         cluster = self.loaded.config.clusters[0]
         nodes, again = cluster.max_nodes, int(ExitCode.REQUEUE)
         resources: dict[str, str] = dict(self.launcher.resources)
@@ -213,7 +213,8 @@ class Manifest:
             "completionMode": "Indexed",
             "completions": nodes,
             "parallelism": nodes,
-            # Pods that were killed; what isles knows of, it restarts in place (max_restarts).
+            # For killed pods; isles restarts ranks in place after failures that it detects
+            # (max_restarts).
             "backoffLimit": cluster.max_restarts,
             "podReplacementPolicy": "Failed",
             # The pod of index 0 has the coordinator: when it is done, so is the run.
@@ -251,7 +252,7 @@ class Manifest:
         mount("files", FILES, {"configMap": {"name": self.name}}, readOnly=True)
         secret = {"secretName": self.name, "defaultMode": 0o400}
         mount("secret", SECRET, {"secret": secret}, readOnly=True)
-        # A container has 64 MiB there; NCCL and loaders of data need more.
+        # A container has 64 MiB there by default; NCCL and data loaders need more.
         mount("shm", "/dev/shm", {"emptyDir": {"medium": "Memory"}})
         container: Object = {
             "name": "node",

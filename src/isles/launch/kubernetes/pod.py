@@ -1,9 +1,9 @@
 """The first process of each pod of a run: `python -m` this module.
 
-In the pod of index 0 it makes the run directory, or finds that of an earlier pod of this start, and
-runs the coordinator; in the others an agent that gets the run's files from there. It passes signals
-on, waits for orphaned processes, and ends with a code by which the Job's policies decide:
-0: the run is over; 85: another pod is to go on; 1 to 5: it has failed, and no pod is to.
+In the pod of index 0 it makes the run directory, or finds the directory of an earlier pod of this
+start, and runs the coordinator. In the other pods it runs an agent that gets the run's files from
+the coordinator. It forwards signals, reaps orphaned processes, and exits with a code for the Job's
+policies: 0: the run is over; 85: another pod must continue; 1 to 5: it failed, without another pod.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from isles.config.resolve import Resolved, load_resolved
 from isles.errors import ConfigErrors, ExitCode, UserError
 from isles.facts.terminal import show_streams
 from isles.launch.kubernetes.manifest import FILES, SECRET
-from isles.launch.queue.job import Allocation, JobNode
+from isles.launch.queue.job import JobAllocation, JobNode
 from isles.run.env import pod_address, pod_index, settle_home
 from isles.run.find import find_attempt
 from isles.run.paths import Attempt, RunDir
@@ -35,14 +35,14 @@ from isles.run.records import MAX_LIST_BYTES, read_record
 
 _AGAIN = int(ExitCode.REQUEUE)
 _LINGER_S = 10.0
-"""Longest wait for commands in this pod, such as `isles follow`, to say how the run has ended."""
+"""Longest wait for commands in this pod, such as `isles follow`, that report the run's outcome."""
 _LOOK_S = 0.1
 
 
-class PodAllocation(Allocation):
-    """The pods of a start; the coordinator runs in that of index 0.
+class PodAllocation(JobAllocation):
+    """The pods of a start; the coordinator runs in the pod of index 0.
 
-    Each of the others starts its own agent, and Kubernetes replaces one that is lost.
+    Each of the other pods starts its own agent, and Kubernetes replaces a lost pod.
     """
 
     brings_back = True
@@ -59,23 +59,23 @@ class PodAllocation(Allocation):
         self._attempt = attempt
 
     def on_all_nodes(self, words: list[str], log: Path) -> list[list[str]]:
-        """See Allocation: the agent of this pod."""
+        """See JobAllocation: the agent of this pod."""
         run_dir = str(self._attempt.path.parent.parent)
         agent = [sys.executable, "-m", "isles.agent", run_dir]
         agent += ["--attempt", str(self._attempt.number), "--node", "0"]
         return [[*agent, *words, "--log", str(log)]]
 
     def is_preempted(self) -> bool:
-        """See Allocation: who ends a pod, and has left no request, takes it away."""
+        """See JobAllocation: Kubernetes preempts a pod if it ends it without a stop request."""
         return True
 
     def queue_again(self) -> str:
-        """See Allocation: the exit code of this pod asks for it."""
-        return "Kubernetes starts the pods again, to go on"
+        """See JobAllocation: the exit code of this pod requests it."""
+        return "Kubernetes restarts the pods, to resume the run"
 
 
 def main() -> int:
-    """Run this pod's agent to its end; returns the exit code of the pod."""
+    """Run this pod's agent until it exits; returns the exit code of the pod."""
     settle_home()
     process = _Process()
     index, start = pod_index(), _start()
@@ -116,18 +116,18 @@ def _first(process: _Process, start: Mapping[str, str], given: Mapping[str, str]
     sys.stdout.flush()
     code = process.wait()
     outcome = read_record(attempt.outcome) or {}
-    sys.stdout.write(f"it has ended with {code}: {outcome.get('reason') or 'no outcome'}\n")
+    sys.stdout.write(f"it ended with {code}: {outcome.get('reason') or 'no outcome'}\n")
     sys.stdout.flush()
     _linger(process)
     if code < 0:
-        return 128 - code  # killed, for want of memory for one
+        return 128 - code  # killed, for example for lack of memory
     if not outcome or outcome.get("may_go_on"):
         return _AGAIN if code in (0, _AGAIN) else code
     return code if outcome.get("state") == "failed" else 0
 
 
 def _other(process: _Process, index: int, start: Mapping[str, str], token: str) -> int:
-    # The coordinator alone decides that a run has failed: another pod may join in place of this.
+    # Only the coordinator decides that a run has failed: another pod may replace this one.
     resolved = load_resolved(_file("resolved.yaml"))
     port = resolved.config.clusters[0].network.port
     target = f"{start['prefix']}-0.{start['domain']}:{port}"
@@ -145,7 +145,7 @@ def _other(process: _Process, index: int, start: Mapping[str, str], token: str) 
 def _begin(
     resolved: Resolved, start: Mapping[str, str], given: Mapping[str, str]
 ) -> tuple[RunDir, Attempt]:
-    # The attempt of this start, of which no earlier pod has made one.
+    # The attempt of this start, if no earlier pod has made it.
     from isles.launch.base import make_fleet
     from isles.launch.ssh.node import issues
     from isles.run.begin import begin_attempt
@@ -180,7 +180,7 @@ def _find(resolved: Resolved, token: str) -> tuple[RunDir, Attempt] | None:
 
 
 class _Process:
-    # The child of this process, which is the first of its pod: signals reach the child by it.
+    # This process is the first of its pod, so it forwards signals to its child.
 
     def __init__(self) -> None:
         self.pid = 0
@@ -196,7 +196,7 @@ class _Process:
         self.pid = child.pid
 
     def wait(self) -> int:
-        # Processes whose parents have gone are children of the first process of a pod.
+        # Orphaned processes become children of the first process of a pod.
         while True:
             pid, status = os.wait()
             if pid == self.pid:
@@ -210,7 +210,7 @@ class _Process:
 
 
 def _linger(process: _Process) -> None:
-    # With this process the pod ends, and all that others run in it.
+    # When this process exits, the pod ends, and all other processes in it.
     process.pid, deadline = -1, time.monotonic() + _LINGER_S
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while time.monotonic() < deadline and _is_visited():

@@ -1,9 +1,10 @@
-"""A command in a pod of a run, as ssh runs one on a host: `python -m` this module.
+"""A command in a pod of a run, as ssh runs a command on a host: `python -m` this module.
 
     python -m isles.launch.kubernetes.reach DESTINATION COMMAND...
 
-It ends as the command does, or with 255 where no pod can be reached, or the pod has gone. Where no
-pod of the run runs, it makes one that sees the same volumes, for as long as the command needs.
+Exits with the command's exit code, or with 255 if no pod can be reached or the pod is gone. If no
+pod of the run is running, it creates a pod that sees the same volumes, for the duration of the
+command.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from isles.run.env import IN_POD, state_home
 from isles.run.records import clear_errors, read_own, write_record
 
 _READER_S = 180.0
-"""Longest wait for a pod that is made to read a run."""
+"""Longest wait for a pod that is created to read a run."""
 _LOOK_S = 0.5
 _EXITED = re.compile(r"command terminated with exit code (\d+)")
 _KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a run's directory is: what this machine keeps of its last start.
+class RunLocation:
+    """Location of a run's directory: this machine's record of the last start.
 
     Args:
-        context, namespace: of kubectl; None: as it chooses.
+        context, namespace: for kubectl; None: kubectl's default.
         job: name of the objects of the last start.
         reader: a Job whose pod sees the run directory.
     """
@@ -55,7 +56,7 @@ class Place:
         return Kubectl(self.context, self.namespace)
 
     def write(self, destination: str) -> None:
-        """Keep it under a destination. UserError: it cannot be written."""
+        """Save it under a destination. UserError: it cannot be written."""
         path = _path(destination)
         with clear_errors(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,21 +67,21 @@ class Place:
         self.kubectl.delete(self.flavour, self.job)
 
 
-def read_place(destination: str) -> Place:
-    """Of a run that was started from here. PreflightError: this machine knows nothing of it."""
+def read_place(destination: str) -> RunLocation:
+    """Read the record of a run started on this machine. PreflightError: there is no record."""
     try:
-        return TypeAdapter(Place).validate_python(read_own(_path(destination)))
+        return TypeAdapter(RunLocation).validate_python(read_own(_path(destination)))
     except ValidationError:
         raise PreflightError(
             f"this machine has no record of {destination}",
             where=str(_path(destination)),
-            fix="ask on the machine that has started the run, or start it again: `isles train`",
+            fix="use the machine that has started the run, or start it again with `isles train`",
             id="kubernetes.refused",
         ) from None
 
 
 def main() -> int:
-    """Run the command that was given; returns its exit code."""
+    """Run the command of the arguments; returns its exit code."""
     destination, *command = sys.argv[1:]
     try:
         place = read_place(destination)
@@ -96,7 +97,7 @@ def main() -> int:
 
 
 def _exec(kubectl: Kubectl, pod: str, command: Sequence[str]) -> int:
-    # kubectl ends with 1 for its own errors as well: its last line tells which.
+    # kubectl exits with 1 for its own errors too; its last line distinguishes them.
     words = kubectl.argv("exec", "-i", pod, "-c", "node", "--", *command)
     process = subprocess.Popen(words, stderr=subprocess.PIPE)
     assert process.stderr is not None
@@ -119,7 +120,7 @@ def _exec(kubectl: Kubectl, pod: str, command: Sequence[str]) -> int:
 
 
 @contextmanager
-def _reader(place: Place) -> Iterator[str]:
+def _reader(place: RunLocation) -> Iterator[str]:
     kubectl = place.kubectl
     job, _ = kubectl.create(place.reader)
     try:
@@ -129,7 +130,9 @@ def _reader(place: Place) -> Iterator[str]:
             if pods:
                 break
             if time.monotonic() > deadline:
-                what = f"no pod that reads the run directory runs after {_READER_S:.0f} s"
+                what = (
+                    f"the pod that reads the run directory did not start within {_READER_S:.0f} s"
+                )
                 raise not_running(kubectl, job, (), what)
             time.sleep(_LOOK_S)
         yield pods[0].name

@@ -1,8 +1,8 @@
-"""The launcher kubernetes: makes the objects of a start, and waits until the run has begun.
+"""The launcher kubernetes: creates the objects of a start, and waits until the run has started.
 
-The owner, a Job for one, is made first and suspended, so that no pod runs before all it needs is
-there, and that Kubernetes deletes everything else with it. A start that fails, or is interrupted,
-deletes the owner.
+The owner, such as a Job, is created first and suspended. So no pod runs before its prerequisites
+exist, and Kubernetes deletes all other objects with the owner. A start that fails, or is
+interrupted, deletes the owner.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from isles.launch.answers import STARTED, Announced, read_started
 from isles.launch.base import Started, StartOptions, ranks_text
 from isles.launch.kubernetes.kubectl import Kubectl, Pod, not_running
 from isles.launch.kubernetes.manifest import KINDS, Manifest, job_name, pod_lines, python_of
-from isles.launch.kubernetes.reach import Place
+from isles.launch.kubernetes.reach import RunLocation
 from isles.launch.remote.login import started_elsewhere
 from isles.launch.ssh.start import interruptible
 from isles.run.env import IN_POD
@@ -30,19 +30,20 @@ from isles.run.remote import RUNS
 
 _LOOK_S = 1.0
 _MOST_MISSED = 5
-"""Looks in a row that kubectl may fail."""
+"""Maximum number of consecutive failures of kubectl."""
 _BEGIN_S = 300.0
-"""Longest wait for the first pod to say which run it has begun, once it runs."""
+"""Longest wait for the first pod, once it runs, to announce its run."""
 
 
 def start_kubernetes(
     loaded: Loaded, launcher: KubernetesLauncherConfig, options: StartOptions
 ) -> Started | str:
-    """Start a run, or say what would be done; see `isles.launch.start.start`.
+    """Start a run, or describe the start; see `isles.launch.start.start`.
 
     Raises:
-        UserError: the cluster refuses an object, the pods do not come to run in time, or what they
-            find in the run file.
+        UserError: the cluster refuses an object, the pods do not start in time, or the pods refuse
+            the
+            run file.
     """
     resolved = resolve_pods(loaded)
     name = job_name(loaded.config.name)
@@ -50,7 +51,7 @@ def start_kubernetes(
         name, loaded, resolved, options.resume, options.typed, suspend=not options.dry_run
     )
     if options.dry_run:
-        note = "kubectl would make these objects, and a Secret with the token of the start"
+        note = "kubectl would create these objects, and a Secret with the token of the attempt"
         return f"{show(resolved).rstrip()}\n\n{note}:\n\n{manifest.text()}"
     kubectl = Kubectl(launcher.context, launcher.namespace)
     kubectl.require(loaded.where("clusters.0.launcher"))
@@ -58,7 +59,9 @@ def start_kubernetes(
         try:
             _create(kubectl, manifest, options.join)
             ranks = ranks_text(resolved.world_size, resolved.device)
-            options.print_line(f"made {launcher.flavour} {name}: {ranks} in {_pods_text(manifest)}")
+            options.print_line(
+                f"created {launcher.flavour} {name}: {ranks} in {_pods_text(manifest)}"
+            )
             begun = _begun(kubectl, manifest, options)
             hand_back()
         except BaseException:
@@ -68,7 +71,7 @@ def start_kubernetes(
             except UserError as error:
                 options.warn(f"{error}")
             raise
-    place = Place(
+    place = RunLocation(
         context=launcher.context,
         namespace=launcher.namespace,
         flavour=launcher.flavour,
@@ -80,14 +83,14 @@ def start_kubernetes(
     destination = IN_POD + hashlib.sha256(key.encode()).hexdigest()[:8]
     place.write(destination)
     lines, python = pod_lines(loaded), python_of(loaded)
-    # Its output folder is one of the pods, and may be none of this machine.
+    # The output folder is in the pods, and need not exist on this machine.
     return started_elsewhere(
         loaded, options, begun, [destination], lines, python, folder=RUNS.absolute()
     )
 
 
 def resolve_pods(loaded: Loaded) -> Resolved:
-    """The run with the ranks of its pods, of which only the run file speaks.
+    """The run with the ranks of its pods, from the run file alone.
 
     Raises:
         ConfigError: they do not fit.
@@ -108,8 +111,8 @@ def _create(kubectl: Kubectl, manifest: Manifest, join: str) -> None:
     for item in before:
         _patch(kubectl, item["kind"].lower(), name, owned)
     others = manifest.others(uid)
-    # It goes through a pipe: no command line, no manifest that is shown and no file here has it.
-    # With its owner from the beginning: a start that is killed here leaves no token behind.
+    # Passed through a pipe, so it is in no command line, no printed manifest and no local file.
+    # With its owner from the beginning: a start killed at this point leaves no token behind.
     start = json.dumps({"token": secrets.token_hex(16), "join": join})
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": others[0]["metadata"]}
     for item in (*others, {**secret, "stringData": {"start": start}}):
@@ -122,7 +125,7 @@ def _patch(kubectl: Kubectl, kind: str, name: str, change: dict[str, Any]) -> No
 
 
 def _begun(kubectl: Kubectl, manifest: Manifest, options: StartOptions) -> Announced:
-    # Wait until all pods run, and the first one has begun a run: what it says of that.
+    # Wait until all pods run and the first pod has started a run; returns its announcement.
     launcher, cluster = manifest.launcher, manifest.loaded.config.clusters[0]
     deadline, begin_by, said = time.monotonic() + launcher.pending_timeout, 0.0, ""
     missed = 0
@@ -133,7 +136,7 @@ def _begun(kubectl: Kubectl, manifest: Manifest, options: StartOptions) -> Annou
             has_begun = first is not None and first.phase != "Pending"
             text = kubectl.logs(first.name) if first is not None and has_begun else ""
             why = kubectl.failure(launcher.flavour, manifest.name)
-        except UserError:  # a server that is busy for a moment ends no start
+        except UserError:  # a server that is busy for a moment must not end the start
             missed += 1
             if missed == _MOST_MISSED:
                 raise
@@ -143,7 +146,9 @@ def _begun(kubectl: Kubectl, manifest: Manifest, options: StartOptions) -> Annou
         lines = [line for line in text.splitlines() if line.startswith(STARTED)]
         running = sum(pod.is_running for pod in pods)
         waiting = [f"{pod.name}: {pod.waits or pod.phase}" for pod in pods if not pod.is_running]
-        line = f"{running} of {_pods_text(manifest)} run" + "".join(f"; {w}" for w in waiting)
+        line = f"{running} of {_pods_text(manifest)} are running" + "".join(
+            f"; {w}" for w in waiting
+        )
         if line != said:
             options.print_line(line)
             said = line
@@ -151,43 +156,48 @@ def _begun(kubectl: Kubectl, manifest: Manifest, options: StartOptions) -> Annou
             return read_started(
                 lines[-1],
                 where=f"job {manifest.name}",
-                fix="build launcher.image with the isles of this machine; docs/kubernetes.md has a "
-                "Dockerfile",
+                fix="build clusters.0.launcher.image with the isles of this machine; "
+                "docs/kubernetes.md has a Dockerfile",
             )
         if first is not None and first.phase == "Failed" and not lines:
             raise _failed(first, text)
         if why:
-            # The pods may have been seen before that which has failed the Job.
+            # `pods` may be older than the failure of the Job.
             pods = kubectl.pods(manifest.name)
             failed = [pod for pod in pods if pod.index == 0 and pod.phase == "Failed"]
             if failed and not lines:
                 raise _failed(failed[0], kubectl.logs(failed[0].name))
             raise not_running(kubectl, manifest.name, pods, f"the start has failed: {why}")
         if any(pod.is_hopeless for pod in pods):
-            what = "a pod cannot have its image"
+            what = "a pod cannot get its image"
             raise not_running(kubectl, manifest.name, pods, what)
         now = time.monotonic()
         if running >= cluster.min_nodes:
             begin_by = begin_by or now + _BEGIN_S
             if now > begin_by:
-                what = f"the first pod runs, and has begun no run within {_BEGIN_S:.0f} s"
+                what = (
+                    f"the first pod is running, but did not start the run within {_BEGIN_S:.0f} s"
+                )
                 raise not_running(kubectl, manifest.name, pods, what)
         elif now > deadline:
-            what = f"{running} of {_pods_text(manifest)} run after {launcher.pending_timeout:.0f} s"
+            what = (
+                f"{running} of {_pods_text(manifest)} are running after "
+                f"{launcher.pending_timeout:.0f} s"
+            )
             raise not_running(kubectl, manifest.name, pods, what)
         time.sleep(_LOOK_S)
 
 
 def _failed(pod: Pod, text: str) -> UserError:
-    # The error that isles in the pod has printed, or the last words of what ran instead of it.
+    # The error that isles in the pod printed, or the last line of another program's output.
     what, _, rest = text.partition("error: ")[2].partition("\n  fix: ")
     if what:
         return UserError(what.strip(), where=f"pod {pod.name}", fix=rest.strip())
-    last = [line for line in text.splitlines() if line.strip()][-1:] or ["it has printed nothing"]
+    last = [line for line in text.splitlines() if line.strip()][-1:] or ["no output"]
     return PreflightError(
-        f"isles could not begin in the image: {last[0]}",
+        f"isles could not start in the image: {last[0]}",
         where=f"pod {pod.name}",
-        fix="the image needs bash, Python (environment.python), torch and this isles; "
+        fix="the image needs bash, Python (clusters.0.environment.python), torch and this isles; "
         "docs/kubernetes.md has a Dockerfile",
         id="start.failed",
     )

@@ -1,4 +1,4 @@
-"""What Slurm and PBS have in common: a scheduler, the job of a run, and the nodes of a job."""
+"""Common part of Slurm and PBS: a scheduler, the job of a run, and the nodes of a job."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from isles.config.load import Loaded
 from isles.errors import CommunicationError, ExitCode, UserError
 from isles.facts.secrets import without_secrets
 from isles.facts.units import format_duration, printable
-from isles.launch.ssh.shell import Result, Shell, environment_failure
+from isles.launch.ssh.shell import CommandResult, Shell, environment_failure
 from isles.run.outcome import end, error_record
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import write_text_atomic
@@ -30,28 +30,28 @@ from isles.run.restarts import newest_step
 from isles.run.stop import read_stop_request, request_stop
 
 JobState = Literal["pending", "running", "requeued", "ended", "unknown"]
-"""requeued: it has run before, and waits to go on. unknown: this machine cannot ask."""
+"""requeued: it has run before, and waits to continue. unknown: this machine cannot query it."""
 
 ASK_S = 20.0
 """Longest wait for a command of a scheduler, which may be busy for some seconds."""
 
 _TAIL_BYTES = 4096
 _TRIES, _WRITTEN_S = 3, 2.0
-"""How often a file is read that other hosts replace, and how long one may be empty that is made."""
+"""Interval of reads of a file that other hosts replace; also how long a new file may be empty."""
 
 NEXT, LOST = "next", "lost"
-"""In place of the id of the job that trains an attempt: see `hand_on` and `claim`."""
+"""Placeholder for the id of the job that trains an attempt: see `hand_on` and `claim`."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobReport:
-    """State of a job at one moment.
+    """State of a job at one time.
 
     Args:
-        reason: in words: why it waits, where it runs, or how it ended.
-        word: the scheduler's own words, such as `PENDING Resources`.
-        fix: what can be done; empty where nothing needs to be.
-        at: when the scheduler was asked, in seconds since the epoch.
+        reason: text: why it waits, where it runs, or how it ended.
+        word: the scheduler's own state, such as `PENDING Resources`.
+        fix: what the user can do; empty if nothing is needed.
+        at: time of the query, in seconds since the epoch.
     """
 
     state: JobState
@@ -63,7 +63,7 @@ class JobReport:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs, or will."""
+        """Whether it is running or will run."""
         return self.state in ("pending", "running", "requeued")
 
 
@@ -75,8 +75,8 @@ def words_of(scheduler: str) -> Any:
 
 
 def explain(scheduler: str, table: str, text: str, **values: str) -> tuple[str, str] | None:
-    """The meaning and the fix of the first row of a table whose pattern is in a scheduler's
-    text; None: there is no row. `values` are put into both."""
+    """The meaning and the fix from the first row of a table whose pattern matches a scheduler's
+    text; None: no row matches. `values` are inserted into both."""
     for pattern, meaning, fix in words_of(scheduler)[table]:
         if re.search(pattern, text, re.IGNORECASE):
             return meaning.format(**values), fix.format(**values)
@@ -84,25 +84,25 @@ def explain(scheduler: str, table: str, text: str, **values: str) -> tuple[str, 
 
 
 class JobQueue(ABC):
-    """Whoever runs jobs: a scheduler, or a cluster that takes them."""
+    """A system that runs jobs: a scheduler, or a cluster that accepts jobs."""
 
     __slots__ = ()
     name: ClassVar[str]
 
     @abstractmethod
     def look(self, attempt: Attempt, job_id: str) -> JobReport:
-        """Ask how a job stands; this changes nothing.
+        """Query the state of a job; changes nothing.
 
         Raises:
-            UserError: it cannot be asked from here, or does not answer in time.
+            UserError: it cannot be queried from this machine, or does not answer in time.
         """
 
     @abstractmethod
     def cancel(self, job: QueueJob, *options: str) -> None:
-        """End a job; an error of a job that is over is none.
+        """End a job; ignores the error of a job that is over.
 
         Raises:
-            UserError: it refuses, or does not answer in time.
+            UserError: the scheduler refuses, or does not answer in time.
         """
 
     @abstractmethod
@@ -111,16 +111,16 @@ class JobQueue(ABC):
 
     @abstractmethod
     def output(self, attempt: Attempt, job_id: str) -> Path:
-        """The file with what a job has printed."""
+        """The file with a job's output."""
 
     def ask_to_save(self, job: QueueJob) -> None:
-        """Have a running job look at the stop request, if it does not by itself."""
+        """Make a running job read the stop request, if it does not do so by itself."""
         return
 
     def hasten(self, report: JobReport) -> str:
-        """Start a job at once that waits only because it was queued again.
+        """Start a job immediately that waits only because it was requeued.
 
-        For a user who asks for the run to go on, never for one who looks at it.
+        For a user who wants the run to continue, never for a user who only looks at it.
 
         Returns:
             A reason why it waits now. Empty if nothing has changed.
@@ -134,41 +134,42 @@ class Scheduler(JobQueue):
 
     Args:
         bin_path: the folder of the commands; None: they are on PATH.
-        ask_s: longest wait for one of them.
+        ask_s: longest wait for one command.
     """
 
     submit_command: ClassVar[tuple[str, ...]]
-    """The command that takes a job script, with its options."""
+    """The command that submits a job script, with its options."""
     cancel_command: ClassVar[str]
     array_option: ClassVar[str]
-    """Pattern of an option that makes an array of a job."""
+    """Pattern of an option that makes a job an array."""
     own_options: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """Patterns of options that the script must have as isles writes them, and what there is."""
+    """Patterns of options that the script must have as isles writes them, and the keys to use
+    instead."""
     new_words: ClassVar[tuple[str, ...]]
-    """`JobReport.word` of a job that the scheduler has not looked at yet."""
+    """`JobReport.word` of a job that the scheduler has not considered yet."""
 
     bin_path: str | None = None
     shell: Shell = field(default_factory=Shell)
     ask_s: float = ASK_S
 
-    def run(self, command: str, *args: str) -> Result:
+    def run(self, command: str, *args: str) -> CommandResult:
         """Run a command of the scheduler.
 
         Raises:
-            PreflightError: it is not here, or does not answer in time.
+            PreflightError: the command is not installed, or does not answer in time.
         """
         return self.shell.run([self.path(command), *args], timeout_s=self.ask_s)
 
     def path(self, command: str) -> str:
-        """A command as it is typed."""
+        """A command as a user would type it."""
         return str(Path(self.bin_path).expanduser() / command) if self.bin_path else command
 
     @abstractmethod
-    def submitted_id(self, done: Result) -> str | None:
+    def submitted_id(self, done: CommandResult) -> str | None:
         """The id of the job, from the answer of the submit command; None: it was refused."""
 
-    def submit(self, script: Path, *options: str) -> Result:
-        """Run the submit command. PreflightError: as of `run`."""
+    def submit(self, script: Path, *options: str) -> CommandResult:
+        """Run the submit command. PreflightError: as in `run`."""
         return self.run(*self.submit_command, *options, str(script))
 
     def cancel(self, job: QueueJob, *options: str) -> None:
@@ -177,14 +178,14 @@ class Scheduler(JobQueue):
         done = self.run(command, *options, job.job_id)
         if done.returncode and job.look().is_alive:
             raise UserError(
-                f"{command} does not end job {job.job_id}: {last_line(done)}",
+                f"{command} could not end job {job.job_id}: {last_line(done)}",
                 where=job.text,
-                fix=f"by hand: {command} {job.job_id}; it must be a job of yours",
+                fix=f"run {command} {job.job_id} manually; the job must belong to you",
                 id="queue.commands",
             )
 
     def refusal_fix(self, key: str, loaded: Loaded) -> str:
-        """A better fix than that of the table, for a refusal about a key; empty: none."""
+        """A better fix than the table's, for a refusal about a key; empty: use the table's."""
         return ""
 
 
@@ -199,7 +200,7 @@ class QueueJob:
 
     @property
     def text(self) -> str:
-        """For messages, such as `Slurm job 4711`."""
+        """Name for messages, such as `Slurm job 4711`."""
         return f"{self.queue.name} job {self.job_id}"
 
     def look(self) -> JobReport:
@@ -207,7 +208,7 @@ class QueueJob:
         return self.queue.look(self.attempt, self.job_id)
 
     def cancel(self, *, now: bool) -> None:
-        """End the job: with `now` at once; else it saves first, if it runs.
+        """End the job: with `now` immediately; else a running job saves first.
 
         Raises:
             UserError: the scheduler refuses, or does not answer in time.
@@ -232,9 +233,9 @@ class QueueJob:
         what, error = "asked to stop" if is_asked else f"{self.text}: {report.reason}", None
         if not is_stop:
             output = self.queue.output(self.attempt, self.job_id)
-            fix, id = report.fix or f"look at the end of {output.name}", ""
+            fix, id = report.fix or f"see the end of {output.name}", ""
             if saved is None and not any(self.attempt.path.glob("rank-*.json")):
-                # No rank has begun: the script itself, or what it loads, has failed.
+                # No rank has started: the script itself, or its environment, has failed.
                 tail = _tail(output)
                 line = tail.rpartition("\n")[2]
                 if (found := environment_failure(tail)) is not None:
@@ -264,19 +265,20 @@ def _tail(output: Path) -> str:
 
 
 def training_job(attempt: Attempt) -> str | None:
-    """The id of the job that trains an attempt, or has until it was handed on; None: none has."""
+    """The id of the job that trains an attempt, or trained it until it was handed on;
+    None: none."""
     found = [word for word in _holder(attempt) if word[0].isdecimal()]
     return found[-1] if found else None
 
 
 def claim(attempt: Attempt, job_id: str, *, submitted: str = "") -> str:
-    """The job that trains an attempt: this one, unless it is another's.
+    """Claim an attempt; returns the id of the job that trains it: this job, or another.
 
-    Of several that ask at once the file system lets one make the file. The answer is LOST where
-    the start was given up before any of them began.
+    If several jobs claim at the same time, only one of them can create the file. The answer is LOST
+    if the start was given up before any of them began.
 
     Args:
-        submitted: the job that the start has submitted, where that is known.
+        submitted: the job that the start has submitted, if known.
 
     Raises:
         OSError: the attempt's folder cannot be read or written.
@@ -292,11 +294,11 @@ def claim(attempt: Attempt, job_id: str, *, submitted: str = "") -> str:
         else:
             return own
         if not holder and time.monotonic() < deadline:
-            time.sleep(_WRITTEN_S / 20)  # another makes it just now
+            time.sleep(_WRITTEN_S / 20)  # another job is writing it now
             continue
         if holder and holder[-1] != NEXT:
             return holder[-1]
-        # Handed on, or left empty by a kill: of those that may have it, one moves it away.
+        # Handed on, or left empty by a kill: only one of the claiming jobs can move it away.
         own = job_id if holder else own
         moved = path.with_name(f"job-id-before-{job_id}")
         with suppress(FileNotFoundError):
@@ -305,7 +307,7 @@ def claim(attempt: Attempt, job_id: str, *, submitted: str = "") -> str:
 
 
 def hand_on(attempt: Attempt, job_id: str = NEXT) -> None:
-    """Let another job train an attempt in place of this one; NEXT: that which begins next.
+    """Let another job train an attempt instead of this job; NEXT: the job that begins next.
 
     Raises:
         OSError: the attempt's folder cannot be written.
@@ -315,7 +317,7 @@ def hand_on(attempt: Attempt, job_id: str = NEXT) -> None:
 
 
 def _holder(attempt: Attempt) -> list[str]:
-    # The words of the file; the last is the holder.
+    # The words of the file; the last word is the holder.
     for _ in range(_TRIES):
         try:
             text = (attempt.path / "job-id").read_text(encoding="utf-8")
@@ -330,15 +332,15 @@ def _holder(attempt: Attempt) -> list[str]:
     return []
 
 
-def last_line(done: Result) -> str:
-    """The last line that a command has printed."""
+def last_line(done: CommandResult) -> str:
+    """The last line of a command's output."""
     lines = [line for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
     return lines[-1].strip() if lines else f"exit status {done.returncode}"
 
 
 def where_running(nodes: str, doing: str, left_s: float | None) -> str:
-    """Where a job runs; `doing`: empty, or that it is ending or suspended; `left_s`: until its time
-    limit, None: not known."""
+    """Text about a running job; `doing`: empty, or that it is ending or suspended; `left_s`:
+    seconds until its time limit, None: unknown."""
     if doing:
         return f"it is {doing} on {nodes}"
     if left_s is None:
@@ -346,39 +348,39 @@ def where_running(nodes: str, doing: str, left_s: float | None) -> str:
     return f"on {nodes}; its time limit is in {format_duration(max(0.0, left_s))}"
 
 
-def no_answer(queue: Scheduler, words: str, done: Result, fix: str) -> UserError:
-    """What to raise where a command of a scheduler does not say how a job stands."""
-    what, where = f"{words} fails: {last_line(done)}", f"{queue.path(words)} on {queue.shell.name}"
+def no_answer(queue: Scheduler, words: str, done: CommandResult, fix: str) -> UserError:
+    """The error for a command of a scheduler that fails to report the state of a job."""
+    what, where = f"{words} failed: {last_line(done)}", f"{queue.path(words)} on {queue.shell.name}"
     return UserError(what, where=where, fix=fix, id="queue.commands")
 
 
 @dataclass(frozen=True, slots=True)
 class JobNode:
-    """A node of a job: its name as the scheduler writes it, and the address at which the others
-    reach it; 127.0.0.1 in a job of one node."""
+    """A node of a job: its name in the scheduler, and its address for the other nodes; 127.0.0.1 in
+    a job of one node."""
 
     name: str
     address: str
 
 
-class Allocation(ABC):
-    """The nodes of a job, as its own script sees them; the coordinator runs there.
+class JobAllocation(ABC):
+    """The nodes of a job, as seen by its own script; the coordinator runs there.
 
     Args:
-        attempt: whose script this job runs.
+        attempt: attempt whose script this job runs.
         environ: the variables of the job.
 
     Attributes:
-        job: for messages, such as `Slurm job 4711`.
+        job: name for messages, such as `Slurm job 4711`.
         job_id: as the scheduler writes it.
-        key: a word that no other start of any job has.
+        key: a word that is unique among all starts of all jobs.
         nodes: in the order of their numbers; the first one is this host.
-        first_port: added to network.port, so that two jobs on one node begin at different ports.
-        wait_s: how long the nodes may take to run, on top of start_timeout.
+        first_port: added to network.port, so that two jobs on a node start at different ports.
+        wait_s: time for the nodes to start, in addition to start_timeout.
     """
 
     brings_back: ClassVar[bool] = False
-    """Whether a node that is lost is replaced while the others stay."""
+    """Whether a lost node is replaced while the others stay."""
 
     nodes: list[JobNode]
     wait_s: float = 0.0
@@ -394,43 +396,45 @@ class Allocation(ABC):
 
     @abstractmethod
     def on_all_nodes(self, words: list[str], log: Path) -> list[list[str]]:
-        """Command lines that run `python -m isles.agent RUN_DIR --attempt N WORDS` on each node.
+        """Command lines that start `python -m isles.agent RUN_DIR --attempt N WORDS` on all nodes.
 
         Args:
-            words: the agent's further arguments.
-            log: a path in which `%n` stands for the number of the node.
+            words: further arguments of the agent.
+            log: a path; `%n` in it stands for the number of the node.
         """
 
     def save_at(self) -> float | None:
-        """When to save before the time limit, by time.monotonic(); None: a signal tells."""
+        """Time to save before the time limit, by time.monotonic(); None: a signal announces it."""
         return None
 
     def is_preempted(self) -> bool:
-        """Whether another job takes the nodes, and this one is not queued again by itself."""
+        """Whether another job takes the nodes, and the scheduler does not requeue this job by
+        itself."""
         return False
 
     @abstractmethod
     def queue_again(self) -> str:
-        """Queue this job again, to go on; returns what was done, in words.
+        """Requeue this job, to continue the run; returns a text about it.
 
         Raises:
             UserError: the scheduler refuses.
         """
 
     def refused(self, what: str) -> UserError:
-        """What to raise where the job cannot be queued again."""
-        fix = "`isles train` again submits it"
+        """The error for a job that cannot be requeued."""
+        fix = "submit it again with `isles train`"
         return UserError(what, where=self.job, fix=fix, id="queue.refused")
 
 
 def address_of(names: list[str], host: str) -> str:
-    """An IPv4 address at which other hosts reach a host: never one of its own loopback.
+    """An IPv4 address of a host for other hosts, never of the loopback interface.
 
     Args:
-        names: of the host, or addresses, the best first.
+        names: names or addresses of the host, the best first.
+        host: the host, for the message.
 
     Raises:
-        CommunicationError: none of the names has one.
+        CommunicationError: no name has such an address.
     """
     for name in names:
         try:
@@ -442,8 +446,9 @@ def address_of(names: list[str], host: str) -> str:
             if not address.startswith("127."):
                 return address
     raise CommunicationError(
-        f"no address is known for the node {host}",
+        f"no address found for the node {host}",
         where=f"host {socket.gethostname()}",
-        fix=f"getent ahostsv4 {host} should say it; set clusters[0].network.interface otherwise",
+        fix=f"make sure that getent ahostsv4 {host} prints an address, or set "
+        "clusters.0.network.interface",
         id="net.names",
     )

@@ -15,7 +15,7 @@ from typing import Literal
 from isles.config.sections.cluster import PbsLauncherConfig
 from isles.errors import CommunicationError, ExitCode, PreflightError
 from isles.launch.queue.job import (
-    Allocation,
+    JobAllocation,
     JobNode,
     JobReport,
     JobState,
@@ -26,7 +26,7 @@ from isles.launch.queue.job import (
     no_answer,
     where_running,
 )
-from isles.launch.ssh.shell import Result
+from isles.launch.ssh.shell import CommandResult
 from isles.run.outcome import AGAIN
 from isles.run.paths import Attempt
 from isles.run.records import read_record, write_record
@@ -46,21 +46,21 @@ class Pbs(Scheduler):
     array_option = r"\s*-[Jt]\s*\d"
     new_words = ("Q",)
 
-    def submitted_id(self, done: Result) -> str | None:
+    def submitted_id(self, done: CommandResult) -> str | None:
         words = done.stdout.split()
         is_id = done.returncode == 0 and bool(words) and _JOB.fullmatch(words[-1]) is not None
         return words[-1] if is_id else None
 
     def look(self, attempt: Attempt, job_id: str) -> JobReport:
-        # Torque knows -x as a wish for XML, and shows ended jobs for a while without it.
+        # In Torque, -x asks for XML; Torque shows ended jobs for a while without it.
         ended = [] if read_dialect(attempt) == "torque" else ["-x"]
         done = self.run("qstat", *ended, "-f", job_id)
         if "unknown job" in done.stderr.lower():
-            reason = "it is over, and PBS knows no more of it"
+            reason = "it is over, and PBS has no further record of it"
             return JobReport("ended", reason, job_id, "UNKNOWN")
         if done.returncode or "job_state" not in done.stdout:
-            raise no_answer(self, "qstat", done, "is the PBS server up? qstat -B")
-        # One job; a value with a line break looks like the beginning of another.
+            raise no_answer(self, "qstat", done, "check that the PBS server is running: qstat -B")
+        # Only one job: a value with a line break looks like the beginning of another job.
         found = {k: v for block in read_blocks(done.stdout).values() for k, v in block.items()}
         letter = found.get("job_state", "?")
         status = found.get("Exit_status", found.get("exit_status", ""))
@@ -84,10 +84,11 @@ class Pbs(Scheduler):
 
     def exit_code(self, attempt: Attempt, report: JobReport) -> tuple[ExitCode, bool]:
         request = read_record(attempt.stop_request) or {}
-        # The script's own request, before the time limit, does not mean that the run is to end.
+        # A request of the script itself, before the time limit, does not mean that the run must
+        # end.
         is_stop = bool(request and not request.get("requeue")) or report.word.endswith(" 271")
         if is_stop and read_record(attempt.stopped) is not None:
-            return ExitCode.REQUEUE, True  # its ranks had saved when PBS killed the script
+            return ExitCode.REQUEUE, True  # its ranks had saved before PBS killed the script
         return (ExitCode.INTERRUPTED if is_stop else ExitCode.TRAINING), is_stop
 
     def output(self, attempt: Attempt, job_id: str) -> Path:
@@ -95,19 +96,19 @@ class Pbs(Scheduler):
         return log if log.exists() else attempt.path / "pbs.out"
 
     def dialect(self) -> Dialect:
-        """Which PBS it is, by what `qstat --version` says.
+        """The dialect of PBS, from `qstat --version`.
 
-        Slurm and Grid Engine have a qstat of their own: its name says nothing.
+        Slurm and Grid Engine have their own qstat, so the command's name is not enough.
 
         Raises:
-            PreflightError: it is neither.
+            PreflightError: it is neither OpenPBS nor Torque.
         """
         where = f"{self.path('qstat')} on {self.shell.name}"
         try:
             done = self.run("qstat", "--version")
         except PreflightError as error:
-            fix = "call isles on the cluster's login node, or name it: launcher.login; or name "
-            fix += "the folder of PBS's commands: launcher.bin_path"
+            fix = "run isles on the cluster's login node, or set clusters.0.launcher.login to it; "
+            fix += "or set clusters.0.launcher.bin_path to the folder of PBS's commands"
             raise PreflightError(error.what, where=where, fix=fix, id="queue.commands") from None
         text = f"{done.stdout}\n{done.stderr}"
         if re.search(r"pbs_version\s*=|PBSPro", text):
@@ -116,29 +117,30 @@ class Pbs(Scheduler):
             return "torque"
         first = next((line.strip() for line in text.splitlines() if line.strip()), "nothing")
         raise PreflightError(
-            f"qstat --version says {first[:80]!r}: this is no PBS",
+            f"qstat --version prints {first[:80]!r}, which is not PBS",
             where=where,
-            fix="use launcher: {kind: slurm, ...} where Slurm has a qstat of its own; or say "
-            "which PBS it is: launcher.dialect=openpbs or torque",
+            fix="if this is Slurm's own qstat, use launcher: {kind: slurm, ...}; otherwise set the "
+            "dialect: clusters.0.launcher.dialect=openpbs or torque",
             id="queue.commands",
         )
 
 
 def write_dialect(attempt: Attempt, dialect: str) -> None:
-    """Note which PBS takes the job of an attempt; the job itself reads it."""
+    """Record the PBS dialect of an attempt's job; the job itself reads it."""
     write_record(attempt.path / "pbs.json", {"dialect": dialect})
 
 
 def read_dialect(attempt: Attempt) -> Dialect:
-    """Which PBS has taken, or takes, the job of an attempt."""
+    """The PBS dialect of an attempt's job."""
     noted = (read_record(attempt.path / "pbs.json") or {}).get("dialect")
     return "torque" if noted == "torque" else "openpbs"
 
 
 def read_blocks(text: str, sign: str = "") -> dict[str, dict[str, str]]:
-    """The attributes of jobs, queues, servers or nodes, as PBS prints them, by the line above each.
+    """The attributes of jobs, queues, servers or nodes in PBS' output, by the line above each
+    block.
 
-    A long value goes on after a tab. `sign` is taken off the line above, such as `Queue:`.
+    A long value continues after a tab. `sign` is removed from the line above, such as `Queue:`.
     """
     block: dict[str, str] = {}
     blocks, key = {"": block}, ""
@@ -154,16 +156,16 @@ def read_blocks(text: str, sign: str = "") -> dict[str, dict[str, str]]:
 
 
 def pending(letter: str, comment: str, job_id: str) -> tuple[str, str]:
-    """Why a job waits, and what can be done, by its job_state and its comment."""
+    """Why a job waits, and a fix, from its job_state and its comment."""
     known = comment and explain("pbs", "pending", comment, job=job_id)
     known = known or explain("pbs", "letters", letter, job=job_id)
     if known:
         return known[0] + (f" ({comment})" if comment else ""), known[1]
-    return f"it waits: {comment or 'the scheduler has not said why'}", ""
+    return f"it waits: {comment or 'the scheduler has not given a reason'}", ""
 
 
 def ended_as(status: str, comment: str) -> tuple[str, str]:
-    """How a job ended, and what can be done, by its Exit_status; empty: it never ran."""
+    """How a job ended, and a fix, from its Exit_status; empty: it never ran."""
     if not re.fullmatch(r"-?\d+", status):
         return f"it was deleted before it ran{f' ({comment})' if comment else ''}", ""
     if known := explain("pbs", "ended", status, go_on=AGAIN):
@@ -175,15 +177,15 @@ def ended_as(status: str, comment: str) -> tuple[str, str]:
 
 
 def walltime_s(walltime: str) -> float | None:
-    """Seconds of `[[[dd:]hh:]mm:]ss`; None: it is no such time."""
+    """Seconds of `[[[dd:]hh:]mm:]ss`; None: the text has another form."""
     if not re.fullmatch(r"\d+(:\d+){0,3}", walltime):
         return None
     parts = [int(part) for part in reversed(walltime.split(":"))]
     return float(sum(each * unit for each, unit in zip(parts, (1, 60, 3600, 86400), strict=False)))
 
 
-class PbsAllocation(Allocation):
-    """The nodes of a PBS job; `num_nodes`: how many the run is for."""
+class PbsAllocation(JobAllocation):
+    """The nodes of a PBS job; `num_nodes`: number of nodes of the run."""
 
     submit_s = 60.0
     """Longest wait for qsub when a job submits itself again."""
@@ -204,23 +206,23 @@ class PbsAllocation(Allocation):
         hosts = list(dict.fromkeys(lines))
         if len(hosts) != num_nodes:
             raise CommunicationError(
-                f"{self.job} has {len(hosts)} hosts ({' '.join(hosts)}), and the run is for "
+                f"{self.job} has {len(hosts)} hosts ({' '.join(hosts)}), but the run needs "
                 f"{num_nodes}",
                 where=f"host {socket.gethostname()}",
-                fix=f"ask for {num_nodes} different hosts in the lines with #PBS -l "
-                "(clusters[0].launcher.resources)",
+                fix=f"request {num_nodes} different hosts in the lines with #PBS -l "
+                "(clusters.0.launcher.resources)",
                 id="queue.nodes",
             )
         if num_nodes == 1:
-            self.nodes = [JobNode(hosts[0], "127.0.0.1")]  # no port is open to the network
+            self.nodes = [JobNode(hosts[0], "127.0.0.1")]  # opens no port to the network
         else:
             self.nodes = [JobNode(host, address_of([host], host)) for host in hosts]
 
     def on_all_nodes(self, words: list[str], log: Path) -> list[list[str]]:
-        """See Allocation: the job's own script, which hands arguments on to the agent.
+        """See JobAllocation: the job's own script, which passes arguments to the agent.
 
-        A task of pbsdsh gets no variable of the job and begins in $HOME; the script makes what the
-        ranks run in. Where there is no pbsdsh, ssh starts the same.
+        A task of pbsdsh gets no variables of the job and starts in $HOME; the script sets up the
+        environment of the ranks. If pbsdsh does not exist, ssh starts the same script.
         """
         task = ["/bin/bash", "-l", str(self._attempt.script), *words, "--log", str(log)]
         if len(self.nodes) == 1:
@@ -233,13 +235,14 @@ class PbsAllocation(Allocation):
         return [[*ssh, node.name, shlex.join(task)] for node in self.nodes]
 
     def save_at(self) -> float | None:
-        """See Allocation: PBS sends no signal before its time limit."""
+        """See JobAllocation: PBS sends no signal before its time limit."""
         if self._launcher.time is None:
             return None
         return self._began + self._launcher.time - self._launcher.save_before
 
     def queue_again(self) -> str:
-        """See Allocation: the same script once more, from here or from the host that submitted."""
+        """See JobAllocation: submits the same script again, from this host or from the submitting
+        host."""
         folder, host = self._environ.get("PBS_O_WORKDIR", "."), self._environ.get("PBS_O_HOST", "")
         words = shlex.join([self._pbs.path("qsub"), str(self._attempt.script)])
         submit = f"cd {shlex.quote(folder)} && {words}"
@@ -253,11 +256,11 @@ class PbsAllocation(Allocation):
                     command, check=False, capture_output=True, text=True, timeout=self.submit_s
                 )
             except subprocess.TimeoutExpired:
-                # A job that was taken without an answer finds the end on record, and ends.
-                raise self.refused(f"qsub has not answered within {self.submit_s:.0f} s") from None
+                # A job that was accepted without an answer finds the recorded end, and exits.
+                raise self.refused(f"qsub did not answer within {self.submit_s:.0f} s") from None
             job_id = done.stdout.split()[-1:]
             if done.returncode == 0 and job_id:
                 hand_on(self._attempt, job_id[0])
-                return f"it goes on as PBS job {job_id[0]}"
-            error = done.stderr.strip() or f"qsub has ended with {done.returncode}"
+                return f"the run continues as PBS job {job_id[0]}"
+            error = done.stderr.strip() or f"qsub exited with {done.returncode}"
         raise self.refused(error)

@@ -1,4 +1,4 @@
-"""Job scripts for Slurm and PBS: of a run that isles follows, and one that runs without isles."""
+"""Job scripts for Slurm and PBS: for a run that isles follows, and for a run without isles."""
 
 from __future__ import annotations
 
@@ -28,26 +28,27 @@ from isles.launch.ssh.environment import network_variables, python_of, quoted, s
 from isles.run.paths import Attempt
 
 _MAX_SCRIPT_STARTS = 20
-"""How often a rendered job with a script of the user's own goes on after its time limit: its
-progress cannot be seen from outside."""
+"""Number of times that a rendered job with a user's own script continues after its time limit:
+isles cannot see its progress."""
 
 _END_S = 45
-"""How long torchrun may take to end its ranks: it gives them 30 s."""
+"""Longest time for torchrun to end its ranks: it gives them 30 s."""
 
 _TORQUE_NAME = 15
-"""The longest name of a job that every Torque takes."""
+"""The longest job name that every version of Torque accepts."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobText:
-    """What a job script is made from, besides the run file.
+    """Values of a job script that are not in the run file.
 
     Args:
-        launcher: the section; where the run file has another launcher, one that fits it. The
-            dialect of PBS is known: `auto` is taken for openpbs.
-        workdir: the folder in which the ranks run, absolute.
+        launcher: the launcher section; if the run file has another launcher, a section that fits
+            it.
+            The dialect of PBS is known: `auto` means openpbs.
+        workdir: working folder of the ranks, absolute.
         run_dir: the run directory as the nodes see it; None: the script runs without isles.
-        attempt: the number of this start; 0 without a run directory.
+        attempt: the number of this attempt; 0 without a run directory.
     """
 
     launcher: SlurmLauncherConfig | PbsLauncherConfig
@@ -59,7 +60,7 @@ class JobText:
     attempt: int = 0
 
     def of(self, attempt: Attempt) -> JobText:
-        """The same, for a start of a run that isles follows."""
+        """The same values, for an attempt of a run that isles follows."""
         run_dir = str(attempt.path.parent.parent)
         return replace(self, run_dir=run_dir, attempt=attempt.number)
 
@@ -97,7 +98,7 @@ def _templates() -> Environment:
 
 
 def node_lines(cluster: ClusterConfig, workdir: str, *, nodes: int, device: str) -> list[str]:
-    """Lines of bash after which `torchrun` is that of the run file's Python."""
+    """Lines of bash that set up the Python of the run file, so that `torchrun` is its torchrun."""
     lines = setting_lines(cluster, workdir, is_login=True)
     environment = cluster.environment
     python = PurePath(python_of(environment))
@@ -112,7 +113,7 @@ def node_lines(cluster: ClusterConfig, workdir: str, *, nodes: int, device: str)
 
 
 def job_script(config: RunConfig, job: JobText) -> str:
-    """The script of a run that isles follows: it ends in the coordinator, which places the agents.
+    """The script of a run that isles follows; it starts the coordinator, which starts the agents.
 
     Raises:
         ConfigError: a value that the scheduler would misread.
@@ -121,20 +122,20 @@ def job_script(config: RunConfig, job: JobText) -> str:
     setting = node_lines(cluster, job.workdir, nodes=job.nodes, device=job.device)
     is_pbs = isinstance(launcher, PbsLauncherConfig)
     if is_pbs and (threads := _pbs_threads(cluster, launcher, job.nproc)) is not None:
-        setting.append(f"export OMP_NUM_THREADS={threads} # of a rank; PBS has set all cores")
+        setting.append(f"export OMP_NUM_THREADS={threads} # per rank; PBS sets it to all cores")
     return fill_template(
         "job.sh.jinja",
         shebang=_shebang(cluster, launcher),
         head=[
             f"{config.name}: {job.size}",
-            f"written by isles {__version__} for start {job.attempt} of {job.run_dir}",
+            f"written by isles {__version__} for attempt {job.attempt} of {job.run_dir}",
             *_container_notes(cluster),
         ],
         sign="#PBS" if is_pbs else "#SBATCH",
         options=pbs_options(config, job) if is_pbs else slurm_options(config, job),
         setting=setting,
         # The coordinator starts a script of PBS on each node, with the agent's arguments: a task
-        # of pbsdsh begins in $HOME, with a bare environment.
+        # of pbsdsh starts in $HOME, with a bare environment.
         log=f"{job.run_dir}/attempts/{job.attempt:03d}/pbs.log" if is_pbs else None,
         python=quoted(python_of(cluster.environment)),
         run_dir=job.run_dir,
@@ -158,12 +159,12 @@ def rendered_script(
     notes: Sequence[str] = (),
     path: str | None = None,
 ) -> str:
-    """A script that runs without isles' control wing: torchrun on each node.
+    """A script that runs without isles' control processes: torchrun on each node.
 
     Args:
-        command: what follows torchrun's own options.
-        notes: comments at the head.
-        path: where the script will be, absolute; None: not known. One of PBS submits itself.
+        command: the words after torchrun's own options.
+        notes: comments at the top.
+        path: absolute path of the future script; None: unknown. A script for PBS submits itself.
     """
     cluster, launcher = config.clusters[0], job.launcher
     head = [f"{config.name}: {job.size} under torchrun"]
@@ -190,15 +191,15 @@ def rendered_script(
             "sbatch.sh.jinja",
             shebang=_shebang(cluster, launcher),
             options=slurm_options(config, job),
-            # Since Slurm 22.05 a step no longer takes this from its job.
+            # Since Slurm 22.05 a step does not inherit this from its job.
             srun_options=(f" --cpus-per-task={cpus}" if cpus else "")
             + f" {options}" * bool(options),
             **shared,
         )
     save_after = int(launcher.time - launcher.save_before) if launcher.time is not None else None
     if save_after is not None and launcher.requeue and path is None:
-        head.append("submit it again to go on after its time limit; written by --output it does")
-        head.append("that by itself")
+        head.append("submit it again to resume it after its time limit; a script written with")
+        head.append("--output resumes by itself")
     bin_path = launcher.bin_path.rstrip("/") + "/" if launcher.bin_path else ""
     has_limit = save_after is not None and config.training.script is not None
     return fill_template(
@@ -218,7 +219,7 @@ def rendered_script(
 
 
 def _runs_pattern(config: RunConfig, workdir: str) -> str | None:
-    # As bash finds the run directories of this name; a script of the user's own makes none.
+    # Glob for the run directories of this name; a user's own script makes none.
     if config.training.script is not None:
         return None
     folder = config.output_dir
@@ -228,7 +229,7 @@ def _runs_pattern(config: RunConfig, workdir: str) -> str | None:
 
 
 def slurm_options(config: RunConfig, job: JobText) -> list[str]:
-    """What follows `#SBATCH`, in a fixed order.
+    """Options for `#SBATCH` lines, in a fixed order.
 
     Raises:
         ConfigError: Slurm cannot write into the run directory.
@@ -242,9 +243,9 @@ def slurm_options(config: RunConfig, job: JobText) -> list[str]:
     if job.run_dir is not None:
         if "\\" in job.run_dir:
             raise ConfigError(
-                f"Slurm writes to no path with a backslash: {job.run_dir}",
+                f"Slurm cannot write to a path with a backslash: {job.run_dir}",
                 where="output_dir",
-                fix="set output_dir to a folder without one",
+                fix="set output_dir to a folder without a backslash",
             )
         folder = job.run_dir.replace("%", "%%")
         output = f"{folder}/attempts/{job.attempt:03d}/{output}"
@@ -272,18 +273,18 @@ def slurm_options(config: RunConfig, job: JobText) -> list[str]:
     ]
     options.append("--requeue" if launcher.requeue else "--no-requeue")
     if config.clusters[0].min_nodes < job.nodes:
-        options.append("--no-kill")  # the run goes on without a node that fails
+        options.append("--no-kill")  # the run continues without a failed node
     return [*options, *launcher.extra]
 
 
 def clock(seconds: float) -> str:
-    """A time limit as HH:MM:SS, never shorter than asked."""
+    """A time limit as HH:MM:SS, never shorter than requested."""
     minutes, rest = divmod(math.ceil(seconds), 60)
     return f"{minutes // 60:02d}:{minutes % 60:02d}:{rest:02d}"
 
 
 def _slurm_value(value: object) -> str:
-    # sbatch would take a space for the next option, and # for a comment.
+    # sbatch would read a space as the start of the next option, and # as a comment.
     text = str(value)
     if not re.search(r"""[\s#"'\\]""", text):
         return text
@@ -291,18 +292,18 @@ def _slurm_value(value: object) -> str:
 
 
 def _shebang(cluster: ClusterConfig, launcher: QueueSection) -> str:
-    # Modules and conda are functions that only a login shell is sure to have; PBS' is one.
+    # Only a login shell is sure to have the functions for modules and conda; PBS uses one.
     environment, is_pbs = cluster.environment, isinstance(launcher, PbsLauncherConfig)
     is_login = not is_pbs and (environment.modules or environment.conda)
     return "#!/bin/bash -l" if is_login else "#!/bin/bash"
 
 
 def pbs_options(config: RunConfig, job: JobText) -> list[str]:
-    """What follows `#PBS`, in a fixed order, for OpenPBS or Torque.
+    """Options for `#PBS` lines, in a fixed order, for OpenPBS or Torque.
 
     Raises:
         ConfigError: a memory size that cannot be multiplied, for Torque; a run directory that PBS
-            would take for that of another host.
+            would read as a path on another host.
     """
     launcher = job.launcher
     assert isinstance(launcher, PbsLauncherConfig)
@@ -316,7 +317,8 @@ def pbs_options(config: RunConfig, job: JobText) -> list[str]:
         output = f"{job.run_dir}/attempts/{job.attempt:03d}/pbs.out"
         if ":" in output:
             raise ConfigError(
-                f"PBS takes what stands before the colon for a host: {output}",
+                "output_dir must not contain a colon, because PBS reads the part before it as a "
+                f"host: {output}",
                 where="output_dir",
                 fix="set output_dir to a folder without a colon",
             )
@@ -333,7 +335,7 @@ def _pbs_resources(launcher: PbsLauncherConfig, job: JobText) -> list[str]:
     if launcher.dialect != "torque":
         request = f"select={nodes}:ncpus={cpus}" + (f":ngpus={gpus}" if gpus else "")
         request += f":mem={memory}" if memory is not None else ""
-        # One line of the node file for each node, and each node another host.
+        # One line of the node file for each node, and each node on a different host.
         return [f"{request}:mpiprocs=1", "place=scatter"]
     request = f"nodes={nodes}:ppn={cpus}" + (f":gpus={gpus}" if gpus else "")
     if memory is None:
@@ -341,11 +343,11 @@ def _pbs_resources(launcher: PbsLauncherConfig, job: JobText) -> list[str]:
     size = re.fullmatch(r"(\d+)([kmgtKMGT]?[bBwW]?)", memory)
     if size is None:
         raise ConfigError(
-            f"memory_per_node {memory} is no size of Torque",
+            f"memory_per_node {memory} is not a valid size for Torque",
             where="clusters.0.launcher.memory_per_node",
             fix="write a whole number and kb, mb, gb or tb, such as 200gb",
         )
-    # Torque's mem is that of the whole job.
+    # Torque's mem is for the whole job.
     return [request, f"mem={int(size[1]) * nodes}{size[2]}"]
 
 

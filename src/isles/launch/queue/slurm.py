@@ -19,7 +19,7 @@ from isles.errors import ExitCode, PreflightError, UserError
 from isles.facts.units import format_duration
 from isles.launch.container.enter import Container, step_environ, step_options
 from isles.launch.queue.job import (
-    Allocation,
+    JobAllocation,
     JobNode,
     JobReport,
     JobState,
@@ -32,7 +32,7 @@ from isles.launch.queue.job import (
     where_running,
     words_of,
 )
-from isles.launch.ssh.shell import Result
+from isles.launch.ssh.shell import CommandResult
 from isles.run.paths import Attempt
 from isles.run.process import handled
 from isles.run.records import read_record
@@ -42,7 +42,7 @@ _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED",
 _BAD_NODES = "drain,down,fail,maint"
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z/:]+)=(.*?)(?=\s+[A-Za-z/:]+=|\s*$)")
 _NAMED_NODES = 8
-_UP = "is slurmctld up? scontrol ping"
+_UP = "check that slurmctld is running: scontrol ping"
 
 
 class Slurm(Scheduler):
@@ -54,16 +54,20 @@ class Slurm(Scheduler):
     array_option = r"\s*(--array|-a)(=|\s|\d|$)"
     new_words = ("PENDING", "PENDING Priority")
     own_options = (
-        (r"--signal(=|$)", "save_before is when the run is saved before its time limit"),
-        (r"(--output|--error)(=|$)|-[oe]", "`isles logs` shows what the job prints"),
-        (r"(--wait|-W)$", "`isles train` follows the run to its end"),
+        (
+            r"--signal(=|$)",
+            "set clusters.0.launcher.save_before instead, the time between saving and the time "
+            "limit",
+        ),
+        (r"(--output|--error)(=|$)|-[oe]", "see the job's output with `isles logs`"),
+        (r"(--wait|-W)$", "`isles train` follows the run until it ends"),
     )
 
-    def submit(self, script: Path, *options: str) -> Result:
+    def submit(self, script: Path, *options: str) -> CommandResult:
         """See `Scheduler.submit`.
 
-        What the script says is said as options too: variables of the user's shell, such as
-        SBATCH_PARTITION, count more than its lines. Some have no such option.
+        Options of the script are also passed on the command line: variables of the user's shell,
+        such as SBATCH_PARTITION, override the script's lines. Some variables have no such option.
         """
         lines = script.read_text(encoding="utf-8").splitlines()
         found = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
@@ -72,7 +76,7 @@ class Slurm(Scheduler):
         command = [self.path("sbatch"), "--parsable", *said, *options, str(script)]
         return self.shell.run(["env", *unset, *command], timeout_s=self.ask_s)
 
-    def submitted_id(self, done: Result) -> str | None:
+    def submitted_id(self, done: CommandResult) -> str | None:
         job_id = done.stdout.strip().partition(";")[0]
         return job_id if done.returncode == 0 and job_id.isdecimal() else None
 
@@ -114,18 +118,18 @@ class Slurm(Scheduler):
         return attempt.path / f"slurm-{job_id}.out"
 
     def ask_to_save(self, job: QueueJob) -> None:
-        # The script looks at the request, on the host that sees the file at once.
+        # The script reads the request, on the host that sees the file immediately.
         self.cancel(job, "--signal=USR1", "--batch")
 
     def hasten(self, report: JobReport) -> str:
-        # Slurm holds a job that was queued again for two minutes.
+        # Slurm holds a requeued job for two minutes.
         if report.state != "requeued" or report.word.partition(" ")[2] not in ("", "BeginTime"):
             return ""
         done = self.run("scontrol", "update", f"jobid={report.job_id}", "StartTime=now")
-        return f"{_HELD}; it is asked to start now" if not done.returncode else ""
+        return f"{_HELD}; isles has asked Slurm to start it now" if not done.returncode else ""
 
     def refusal_fix(self, key: str, loaded: Loaded) -> str:
-        """See Scheduler: which partitions there are."""
+        """See Scheduler: lists the partitions."""
         launcher = loaded.config.clusters[0].launcher
         if key != "partition" or not isinstance(launcher, SlurmLauncherConfig):
             return ""
@@ -157,7 +161,7 @@ class Slurm(Scheduler):
         return reason, fix
 
     def _bad_nodes(self, *query: str) -> str:
-        # Which nodes are drained or down, with the reason that an administrator gave.
+        # The drained or failed nodes, with the administrator's reason.
         try:
             done = self.run("sinfo", "-h", "-N", *query, "-o", "%n|%T|%E")
         except UserError:
@@ -171,7 +175,7 @@ class Slurm(Scheduler):
         return f": {', '.join(texts[:_NAMED_NODES])}{more}" if texts else ""
 
     def _from_accounting(self, job_id: str) -> dict[str, str]:
-        # slurmctld forgets a job some minutes after its end; accounting may know it.
+        # slurmctld forgets a job some minutes after its end; accounting may still have it.
         try:
             done = self.run("sacct", "-n", "-X", "-P", "-j", job_id, "-o", "State,ExitCode")
         except UserError:
@@ -182,11 +186,11 @@ class Slurm(Scheduler):
         return {"JobState": rows[-1][0].split(" ")[0], "ExitCode": rows[-1][1]}
 
 
-_HELD = "Slurm holds a job for two minutes after it was queued again"
+_HELD = "Slurm holds a job for two minutes after requeueing it"
 
 
 def _option_words(option: str) -> list[str]:
-    # The words of a line of options; none where sbatch would take one of them for the script.
+    # The words of a line of options; empty if sbatch would read one of them as the script.
     words, before = shlex.split(option, comments=True), "="
     for word in words:
         if not word.startswith("-") and (not before.startswith("-") or "=" in before):
@@ -196,7 +200,7 @@ def _option_words(option: str) -> list[str]:
 
 
 def pending(why: str, job_id: str) -> tuple[str, str]:
-    """Why a job waits, and what can be done, by the reason that Slurm gives."""
+    """Why a job waits, and a fix, from Slurm's reason."""
     head = why.partition(",")[0]
     limits = {"QOS": "qos", "Assoc": "account", "Part": "partition"}
     whose = next((word for sign, word in limits.items() if head.startswith(sign)), "")
@@ -204,35 +208,35 @@ def pending(why: str, job_id: str) -> tuple[str, str]:
 
 
 def _row(word: str, why: str) -> list[str] | None:
-    # What the table says of a job that ended in this state, for this reason.
+    # The table's text for a job that ended in this state, for this reason.
     rows: dict[str, list[str]] = words_of("slurm")["ended"]
     return rows.get(word) or rows.get(why)
 
 
 def _how_ended(fields: dict[str, str], word: str, why: str, job_id: str) -> tuple[str, str]:
     if word == "UNKNOWN":
-        return "it is over, and Slurm knows no more of it", ""
+        return "it is over, and Slurm has no further record of it", ""
     if (known := _row(word, why)) is not None:
         return known[0], known[2]
     if word == "FAILED" and why not in ("None", "NonZeroExitCode"):
         return pending(why, job_id)
     code, _, number = fields.get("ExitCode", "0:0").partition(":")
     if number not in ("", "0"):
-        return f"its script was killed by signal {number}", "the end of its output may say more"
+        return f"its script was killed by signal {number}", "see the end of its output"
     if word == "COMPLETED" and code == "0":
         return "its script has ended", ""
-    return f"its script ended with exit code {code}", "the end of its output says why"
+    return f"its script ended with exit code {code}", "see the end of its output"
 
 
 def _time_of(text: str) -> float | None:
-    # Slurm writes times in the time zone of its machine.
+    # Slurm prints times in the time zone of its machine.
     try:
         return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S").astimezone().timestamp()
     except ValueError:
         return None
 
 
-class SlurmAllocation(Allocation):
+class SlurmAllocation(JobAllocation):
     """The nodes of a Slurm job."""
 
     def __init__(
@@ -252,19 +256,19 @@ class SlurmAllocation(Allocation):
 
     def _address(self, host: str, num_hosts: int) -> str:
         if num_hosts == 1:
-            return "127.0.0.1"  # no port is open to the network
-        # Not every node knows the names of the others: the address that Slurm itself uses.
+            return "127.0.0.1"  # opens no port to the network
+        # Nodes may not be able to resolve each other's names, so use Slurm's own address.
         found = re.search(r" NodeAddr=(\S+)", self._run("scontrol", "show", "node", "-o", host))
         return address_of([host, found[1] if found else host], host)
 
     def on_all_nodes(self, words: list[str], log: Path) -> list[list[str]]:
-        """See Allocation: one task a node, which may use all cores that the job has there."""
+        """See JobAllocation: one task per node, which may use all cores of the job on that node."""
         nodes = len(self.nodes)
         step = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
-        # Since Slurm 22.05 a step no longer takes this from its job.
+        # Since Slurm 22.05 a step does not inherit this from its job.
         step += [f"--cpus-per-task={self._cpus}"] if self._cpus else []
         step += ["--cpu-bind=none", "--export=ALL"]
-        # What becomes of the other nodes when one is lost, the coordinator decides.
+        # The coordinator decides about the other nodes when a node is lost.
         step += ["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
         step += ["--output", str(log.parent).replace("%", "%%") + f"/{log.name}"]
         srun, run_dir = self._slurm.path("srun"), self._attempt.path.parent.parent
@@ -279,24 +283,24 @@ class SlurmAllocation(Allocation):
         return [[*before, srun, *step, "--open-mode=append", python, *agent]]
 
     def is_preempted(self) -> bool:
-        """See Allocation: a job with a time of grace gets SIGTERM, and is not queued again."""
+        """See JobAllocation: a job with a grace period gets SIGTERM, and is not requeued."""
         text = self._run("scontrol", "show", "job", "-o", self.job_id)
         return re.search(r" PreemptTime=\d", text) is not None
 
     def queue_again(self) -> str:
-        # Slurm kills this job to queue it again, and would kill scontrol before it answers.
+        # Slurm kills this job to requeue it, and would kill scontrol before it answers.
         with handled(signal.SIG_IGN, signal.SIGTERM):
             done = self._slurm.run("scontrol", "requeue", self.job_id)
         if done.returncode == 0:
-            return f"{self.job} is queued again, to go on"
+            return f"{self.job} is queued again, to resume the run"
         hand_on(self._attempt)
         again = self._slurm.submit(self._attempt.script, f"--dependency=afterany:{self.job_id}")
         new = self._slurm.submitted_id(again)
         if new is None:
-            error = again.stderr.strip() or done.stderr.strip() or "sbatch says nothing"
+            error = again.stderr.strip() or done.stderr.strip() or "no output of sbatch"
             raise self.refused(error)
         hand_on(self._attempt, new)
-        return f"Slurm does not queue this job again: it goes on as job {new}"
+        return f"Slurm does not requeue this job; the run continues as job {new}"
 
     def _run(self, command: str, *args: str) -> str:
         done = self._slurm.run(command, *args)

@@ -1,4 +1,4 @@
-"""How the jobs of runs stand: the scheduler is asked, and its answer is kept in job.json."""
+"""State of the jobs of runs: isles queries the scheduler, and keeps its answer in job.json."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from isles.run.records import read_own, read_record, write_record
 from isles.run.state import number_of, text_of
 
 _MAX_AGE_S = 4.0
-"""An answer younger than this is not asked for again."""
+"""Age of an answer below which isles does not query again."""
 
 _GLANCE_S = 5.0
-"""Longest wait for a scheduler where many runs are shown at once."""
+"""Longest wait for a scheduler when many runs are shown."""
 
 Clock = Callable[[], float]
 
 
 def queue_job(run_dir: RunDir, attempt: Attempt, *, ask_s: float = ASK_S) -> QueueJob | None:
-    """The job of an attempt, or that which it was submitted again as; None: no queue has started
-    it, or another user has."""
+    """The job of an attempt, or the job that continues it; None: no queue has started the attempt,
+    or another user has."""
     launch = None if attempt.owner else read_own(attempt.launch)
     if launch is None or not launch.get("job_id"):
         return None
@@ -50,7 +50,7 @@ def queue_job(run_dir: RunDir, attempt: Attempt, *, ask_s: float = ASK_S) -> Que
 
 
 def read_job(attempt: Attempt) -> JobReport | None:
-    """The scheduler's last answer; None: it was never asked."""
+    """The scheduler's last answer; None: it was never queried."""
     record = read_record(attempt.job)
     state = text_of(record, "state")
     if state not in get_args(JobState):
@@ -74,19 +74,19 @@ def refresh(
     hasten: bool = False,
     now: Clock = time.time,
 ) -> JobReport | None:
-    """Ask the scheduler how an attempt's job stands, and keep its answer in job.json.
+    """Query the scheduler for the state of an attempt's job, and keep its answer in job.json.
 
-    A job that is over, and whose run has no outcome, gets one: it was killed with its script.
-    Where the scheduler cannot be asked (another machine, a scheduler that is down), its last
-    answer stands.
+    If a job is over and its run has no outcome, the run gets an outcome: the job was killed with
+    its script. If the scheduler cannot be queried (another machine, a scheduler that is down), its
+    last answer is returned.
 
     Args:
-        max_age_s: an answer younger than this is taken as it is.
+        max_age_s: a younger answer is returned without a query.
         ask_s: longest wait for the scheduler.
-        hasten: the run is to go on: see `JobQueue.hasten`.
+        hasten: whether the run should continue: see `JobQueue.hasten`.
 
     Returns:
-        The answer; None where no queue, or another user, has started the attempt.
+        The answer; None if no queue, or another user, has started the attempt.
     """
     job = queue_job(run_dir, attempt, ask_s=ask_s)
     if job is None:
@@ -103,10 +103,10 @@ def refresh(
         if last is None:
             return JobReport("unknown", error.what, job.job_id, fix=error.fix, at=now())
         age = format_duration(max(0.0, now() - last.at))
-        reason = f"{last.reason}; that was {age} ago: {error.what}"
+        reason = f"{last.reason} ({age} ago; {error.what})"
         return replace(last, reason=reason, fix=error.fix)
-    with suppress(OSError):  # in another user's directory it cannot be kept
-        if report.state == "ended":  # first: a follower that sees the end looks for the outcome
+    with suppress(OSError):  # another user's directory is read-only
+        if report.state == "ended":  # first: a follower that sees the end reads the outcome
             job.write_outcome(report)
         write_record(attempt.job, asdict(report), durable=False)
     return report
@@ -115,8 +115,8 @@ def refresh(
 def refresh_all(
     runs: Sequence[RunDir], *, ask_s: float = _GLANCE_S, now: Clock = time.time
 ) -> dict[Path, JobReport]:
-    """How the jobs of the last starts of many runs stand, asked for at once; by the folders of the
-    attempts that a queue has started. See `refresh`."""
+    """State of the jobs of the last attempts of many runs, queried in parallel; by the folders of
+    the attempts that a queue has started. See `refresh`."""
     found: dict[Path, JobReport] = {}
 
     def ask(run_dir: RunDir) -> None:

@@ -1,7 +1,7 @@
-"""The launchers slurm and pbs: a start makes the run directory and submits one job script.
+"""The launchers slurm and pbs: make the run directory and submit one job script.
 
-The machine must have the scheduler's commands and share the run directory with the nodes; where the
-run file names a login node, isles there does the same.
+This machine needs the scheduler's commands and must share the run directory with the nodes. If the
+run file has a login node, isles does the same there.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from isles.run.paths import Attempt, RunDir
 from isles.run.records import write_text_atomic
 
 _SUBMIT_PATIENCE = 3.0
-"""A submission is waited for so many times longer than the answer to a question."""
+"""Factor between the longest wait for a submission and the longest wait for a query."""
 
 LastJob = tuple[RunDir, Attempt, JobReport]
 
 
 class LostSubmission(PreflightError):
-    """The scheduler has not answered: it may have the job or not."""
+    """The scheduler has not answered, so it is unknown whether it has the job."""
 
 
 def start_in_queue(
     loaded: Loaded, launcher: SlurmLauncherConfig | PbsLauncherConfig, options: StartOptions
 ) -> Started | str:
-    """Start a run, or say what would be done; see `isles.launch.start.start`.
+    """Start a run, or describe the start; see `isles.launch.start.start`.
 
     Raises:
         ConfigErrors: every issue in the run file.
-        PreflightError: the scheduler's commands are not here, or do not answer.
-        UserError: the run cannot be begun, or the scheduler does not take the job.
+        PreflightError: the scheduler's commands are not installed, or do not answer.
+        UserError: the run cannot be started, or the scheduler refuses the job.
     """
     if launcher.login is not None:
         return start_on_login(loaded, options)
@@ -76,9 +76,9 @@ def start_in_queue(
             begun = choose_run(resolved, options.resume)
             attempt = next_attempt(RunDir(begun.run_dir.path.absolute()))
             note = begun.note or f"this would be a new run: {begun.run_dir.name}"
-            note += f"\n{queue.path(queue.submit_command[0])} would take this script"
+            note += f"\n{queue.path(queue.submit_command[0])} would get this script"
             return f"{show(resolved).rstrip()}\n\n{note}:\n\n{job_script(config, text.of(attempt))}"
-        # Another Python of the nodes has its own packages.
+        # A different Python on the nodes has its own packages.
         container = container_record(config.clusters[0], config, resolved.device)
         if container is not None:
             _look_at_image(container, loaded, options)
@@ -121,18 +121,19 @@ def start_in_queue(
 
 @contextmanager
 def in_workdir(loaded: Loaded) -> Iterator[Path]:
-    """Within the folder in which the ranks run: the paths of the run file are relative to it.
+    """Context with the ranks' working folder as current folder: paths of the run file are relative
+    to it.
 
     Raises:
-        ConfigError: it is not on this machine.
+        ConfigError: this machine does not have the folder.
     """
     given = loaded.config.clusters[0].workdir
     folder = Path(given).expanduser().absolute() if given is not None else Path.cwd()
     if not folder.is_dir():
         raise ConfigError(
-            f"there is no folder {folder} on this machine",
+            f"folder not found on this machine: {folder}",
             where=loaded.where("clusters.0.workdir"),
-            fix="make it, or name one that this machine shares with the nodes",
+            fix="create it, or use a folder that this machine shares with the nodes",
             id="files.workdir",
         )
     with chdir(folder):
@@ -143,17 +144,17 @@ def submit(queue: Scheduler, attempt: Attempt, loaded: Loaded) -> str:
     """Submit the script of an attempt; returns the job's id.
 
     Raises:
-        PreflightError: there is no submit command here.
-        LostSubmission: it is not known whether the scheduler has the job.
-        UserError: the scheduler does not take it.
+        PreflightError: this machine has no submit command.
+        LostSubmission: it is unknown whether the scheduler has the job.
+        UserError: the scheduler refuses the job.
     """
     name = queue.submit_command[0]
     if shutil.which(queue.path(name)) is None:
         raise PreflightError(
-            f"there is no {queue.path(name)} on this machine",
+            f"{queue.path(name)} not found on this machine",
             where=loaded.where("clusters.0.launcher.bin_path", "clusters.0.launcher"),
-            fix="start from a login node of the cluster, or name one: clusters[0].launcher.login; "
-            f"where {queue.name}'s commands are not on PATH, clusters[0].launcher.bin_path names "
+            fix="start from a login node of the cluster, or set clusters.0.launcher.login to one; "
+            f"if {queue.name}'s commands are not on PATH, set clusters.0.launcher.bin_path to "
             "their folder",
             id="queue.commands",
         )
@@ -162,12 +163,12 @@ def submit(queue: Scheduler, attempt: Attempt, loaded: Loaded) -> str:
         done = patient.submit(attempt.script)
     except PreflightError as error:
         if (begun := claim(attempt, LOST)) != LOST:
-            return begun  # the job that trains already
+            return begun  # the job that is training already
         raise LostSubmission(
             error.what,
             where=error.where,
-            fix="try again when the scheduler answers; should it have taken the job all the same, "
-            "that one ends as soon as it begins",
+            fix="try again when the scheduler answers. If it has accepted the job after all, that "
+            "job exits as soon as it starts",
             id="queue.lost",
         ) from error
     if (job_id := queue.submitted_id(done)) is not None:
@@ -176,14 +177,14 @@ def submit(queue: Scheduler, attempt: Attempt, loaded: Loaded) -> str:
     lines = [line.removeprefix(f"{name}: ").removeprefix("error: ") for line in lines]
     text = "; ".join(lines) or f"exit status {done.returncode}"
     keys: list[str] = []
-    fix = f"`isles train --dry-run` shows the script that {name} was given"
+    fix = f"see the script for {name} with `isles train --dry-run`"
     for pattern, named, found_fix in words_of(queue.name.lower())["refused"]:
         if re.search(pattern, text, re.IGNORECASE):
             keys = named.split()
             fix = queue.refusal_fix(keys[0] if keys else "", loaded) or found_fix
             break
     raise UserError(
-        f"{queue.name} does not take the job: {text}",
+        f"{queue.name} rejected the job: {text}",
         where=loaded.where(*(f"clusters.0.launcher.{key}" for key in keys), "clusters.0.launcher"),
         fix=fix,
         id="queue.refused",
@@ -192,12 +193,12 @@ def submit(queue: Scheduler, attempt: Attempt, loaded: Loaded) -> str:
 
 @contextmanager
 def submission(begun: Begun, attempt: Attempt) -> Iterator[None]:
-    """While a job is submitted: a refused one leaves no trace, a lost one an outcome."""
+    """Context of a submission: a refused job leaves no trace, a lost job an outcome."""
     try:
         yield
     except LostSubmission as error:
-        # A job that was taken all the same finds this outcome and ends: never do two jobs train
-        # one run.
+        # If the job was accepted after all, it finds this outcome and exits, so that two jobs never
+        # train one run.
         record = error_record(
             error.what,
             id=error.id,
@@ -216,11 +217,11 @@ def submission(begun: Begun, attempt: Attempt) -> Iterator[None]:
 
 
 def _known(launcher: PbsLauncherConfig, options: StartOptions) -> PbsLauncherConfig:
-    # The section with the dialect of this PBS.
+    # The section, with the dialect of this PBS.
     if launcher.time is None:
         options.warn(
-            "launcher.time is not given: PBS ends the job at the queue's own limit without "
-            "a word, and nothing is saved before it"
+            "clusters.0.launcher.time is not set, so PBS ends the job at the queue's own limit "
+            "without notice, and the run cannot save before it"
         )
     if launcher.dialect != "auto":
         return launcher
@@ -228,7 +229,7 @@ def _known(launcher: PbsLauncherConfig, options: StartOptions) -> PbsLauncherCon
 
 
 def _look_at_image(container: dict[str, Any], loaded: Loaded, options: StartOptions) -> None:
-    # A file that apptainer can run here shows now what it lacks, not after hours in the queue.
+    # An image that apptainer can run here is checked now, not after hours in the queue.
     found = Container.of(container)
     try:
         runtime, _ = find_runtime(found)
@@ -237,7 +238,10 @@ def _look_at_image(container: dict[str, Any], loaded: Loaded, options: StartOpti
     if runtime == "apptainer" and found.is_file:
         require_image(container, loaded)
     else:
-        options.warn(f"the image {found.image} is not looked at here: the job's nodes enter it")
+        options.warn(
+            f"the image {found.image} is not checked before the start, because only the job's "
+            "nodes can enter it"
+        )
 
 
 def _refuse_extra(loaded: Loaded, extra: tuple[str, ...], queue: Scheduler) -> None:
@@ -254,10 +258,10 @@ def _refuse_extra(loaded: Loaded, extra: tuple[str, ...], queue: Scheduler) -> N
                 raise ConfigError(what, where=where, fix=f"delete it: {instead}")
         if re.match(queue.array_option, option):
             raise ConfigError(
-                f"{option} would start the same run many times, in one run directory",
+                f"{option} would start the same run several times, in one run directory",
                 where=where,
-                fix="delete it, and start each run of a series by an `isles train` of its own, "
-                "with a name of its own: name=tiny-lr-1 training.learning_rate=1e-4",
+                fix="delete it, and start each run of a series with a separate `isles train` and a "
+                "separate name, such as name=tiny-lr-1 training.learning_rate=1e-4",
             )
 
 
@@ -278,19 +282,20 @@ def _refuse_inside_job(loaded: Loaded, options: StartOptions, queue: Scheduler) 
         ways.insert(0, f"on the nodes of this job: `{script} --output job.sh && bash job.sh`")
     variable = "SLURM_JOB_ID" if is_slurm else "PBS_JOBID"
     raise UserError(
-        f"this shell is in {queue.name} job {job_id}, and the launcher would submit another job",
+        f"this shell is inside {queue.name} job {job_id}, but the launcher would submit another "
+        "job",
         where=str(options.path),
-        fix=f"train {', or '.join(ways)}. For another job: `env -u {variable} {typed}`",
+        fix=f"train {', or '.join(ways)}. To submit another job, run `env -u {variable} {typed}`",
         id="queue.nested",
     )
 
 
 def here_overrides(loaded: Loaded) -> list[str]:
-    """Overrides that let the run of a queue train on this machine."""
+    """Overrides that train the run of a queue on this machine."""
     cluster, key = loaded.config.clusters[0], "clusters.0"
     found = [f"{key}.launcher={{kind: local}}"]
     for name in sorted(cluster.environment.model_fields_set - {"variables", "container"}):
-        # The ranks of this machine run in the Python of the command.
+        # The ranks of this machine use the Python of this command.
         empty = "[]" if isinstance(getattr(cluster.environment, name), tuple) else "null"
         found.append(f"{key}.environment.{name}={empty}")
     found += [f"{key}.workdir=null"] if cluster.workdir is not None else []
@@ -298,10 +303,9 @@ def here_overrides(loaded: Loaded) -> list[str]:
 
 
 def refresh_last(resolved: Resolved, resume: str) -> list[LastJob]:
-    """Ask for the state of the last job of a run that is about to start; `resume` as in
-    `choose_run`."""
-    # A job that has ended meanwhile must not be taken for one that runs, and one that was queued
-    # again need not wait longer.
+    """Query the state of a run's last job before a start; `resume` as in `choose_run`."""
+    # A job that has ended in the meantime must not count as running, and a requeued job need not
+    # wait longer.
     if resume == "no":
         return []
     folder = Path(resolved.config.output_dir).expanduser().absolute()

@@ -1,3 +1,2 @@
-"""The launcher ray: `start.py` submits a job to a Ray cluster, `jobs.py` asks how it stands, and
-`driver.py` is that job: it has Ray place an actor on each node, which runs the agent.
-"""
+"""The launcher ray: `start.py` submits a job to a Ray cluster, `jobs.py` queries its state, and
+`driver.py` is the job: it makes Ray start an actor on each node, and the actor runs the agent."""

@@ -1,4 +1,5 @@
-"""What each node of a run asks Ray for, and which nodes of a cluster could give it."""
+"""Resources that each node of a run requests from Ray, and nodes of a cluster that can provide
+them."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from isles.launch.ssh.environment import network_variables, python_of, setting_lines
 
-if TYPE_CHECKING:  # the driver uses this file without run files, whose classes take long to import
+if TYPE_CHECKING:  # the driver uses this file without the config classes, which are slow to import
     from isles.config.sections.cluster import ClusterConfig, RayBundleConfig
 
 
 @dataclass(frozen=True, slots=True)
 class RayNode:
-    """A node of a Ray cluster, with what it has, free or not."""
+    """A node of a Ray cluster, with all its resources, free or not."""
 
     name: str
     resources: Mapping[str, float]
@@ -24,15 +25,15 @@ class RayNode:
 
 @dataclass(frozen=True, slots=True)
 class RayRequest:
-    """What the driver asks Ray for, and has each node run; `launch.json` has it.
+    """The driver's request to Ray, and the command for each node; stored in `launch.json`.
 
     Args:
-        bundles: the resources of each node, as Ray's placement groups take them.
-        labels: that each node must have.
-        ranks: of each node.
-        port: the first that the coordinator tries.
+        bundles: the resources of each node, in the form of Ray's placement groups.
+        labels: labels that each node must have.
+        ranks: number of ranks of each node.
+        port: first port that the coordinator tries.
         script: lines of bash that run an agent, which reads its arguments from standard input.
-        environ: what the agent has in its environment besides.
+        environ: additional environment variables of the agent.
     """
 
     bundles: Sequence[Mapping[str, float]]
@@ -47,10 +48,10 @@ class RayRequest:
 
     @classmethod
     def of(cls, cluster: ClusterConfig, workdir: str) -> RayRequest:
-        """That of a run file; `workdir`: the folder on the nodes in which the ranks run."""
+        """The request of a run file; `workdir`: working folder of the ranks on the nodes."""
         device = "cpu" if cluster.device == "cpu" else "cuda"
         python = shlex.quote(python_of(cluster.environment))
-        # Nothing but the agent may read what is meant for it.
+        # Only the agent may read its standard input.
         first, agent = "exec 3<&0 </dev/null", f"exec {python} -m isles.agent - <&3 3<&-"
         return cls(
             bundles=bundles(cluster),
@@ -67,12 +68,12 @@ class RayRequest:
 
 def ranks_of(cluster: ClusterConfig) -> tuple[int, ...]:
     """The ranks of each node."""
-    assert isinstance(cluster.gpus_per_node, int), "a rule asks for it"
+    assert isinstance(cluster.gpus_per_node, int), "a config rule guarantees it"
     return tuple(bundle.gpus or cluster.gpus_per_node for bundle in _sections(cluster))
 
 
 def bundles(cluster: ClusterConfig) -> list[dict[str, float]]:
-    """The resources of each node, as Ray's placement groups take them."""
+    """The resources of each node, in the form of Ray's placement groups."""
     found = []
     for bundle, ranks in zip(_sections(cluster), ranks_of(cluster), strict=True):
         gpus = {} if cluster.device == "cpu" else {"GPU": float(ranks)}
@@ -98,11 +99,12 @@ def match_nodes(
     labels: Sequence[Mapping[str, str]],
     nodes: Sequence[RayNode],
 ) -> dict[int, RayNode]:
-    """As many bundles as can be on different nodes, by their number, each with its node.
+    """Assign as many bundles as possible to different nodes; returns the node of each assigned
+    bundle.
 
     Args:
-        labels: that the node of each bundle must have; a selector that is no plain value counts as
-            met.
+        labels: labels that the node of each bundle must have; a selector that is not a plain value
+            counts as met.
     """
     owner: dict[int, int] = {}
 
@@ -133,7 +135,7 @@ def lacking(
     labels: Sequence[Mapping[str, str]],
     fitting: Mapping[int, object],
 ) -> str:
-    """Which bundles have no node, in words."""
+    """Text about the bundles that have no node."""
     missing = [number for number in range(len(bundles)) if number not in fitting]
     wanted = "; ".join(
         f"node {n} needs {amounts_text(bundles[n])}"
@@ -144,12 +146,13 @@ def lacking(
 
 
 def nodes_text(nodes: Sequence[RayNode]) -> str:
-    """What the nodes have, in words."""
+    """Text about the resources of the nodes."""
     return "; ".join(f"{node.name} has {amounts_text(node.resources)}" for node in nodes)
 
 
 def amounts_text(amounts: Mapping[str, float]) -> str:
-    """Resources in words, such as `CPU 8, GPU 2`; without those that Ray makes of nodes itself."""
+    """Text about resources, such as `CPU 8, GPU 2`; without resources that Ray derives
+    from nodes."""
     shown = {k: v for k, v in amounts.items() if ":" not in k and k != "object_store_memory"}
     gib = {k: f"{v / 2**30:.0f} GiB" for k, v in shown.items() if k == "memory"}
     return ", ".join(f"{key} {gib.get(key, f'{value:g}')}" for key, value in sorted(shown.items()))

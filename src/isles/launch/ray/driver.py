@@ -1,10 +1,11 @@
-"""The driver of a Ray job: places the agents of one attempt, and places those anew that are lost.
+"""The driver of a Ray job: starts the agents of one attempt, and starts lost agents again.
 
     python -m isles.launch.ray.driver RUN_DIR --attempt N --begun-at T
 
-The job's entrypoint starts it, on the head of the cluster. Ranks, restarts and stops are the
-coordinator's, a process beside this one; it outlives every node but the head. What Ray is asked
-for stands in `launch.json`: nothing here reads the run file, whose classes take long to import.
+The job's entrypoint starts it, on the head of the cluster. The coordinator, another process on the
+head, decides about ranks, restarts and stops; it survives the loss of every node but the head. The
+request to Ray is in `launch.json`: the driver does not read the run file, because the config
+classes are slow to import.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ from isles.run.stop import read_stop_request
 _LOOK_S = 0.1
 _SHORT_S = 60.0
 _TRIES = 3
-"""So many times in a row an agent may end within `_SHORT_S`; then its node is given up."""
+"""Number of consecutive exits within `_SHORT_S` after which an agent's node is given up."""
 _END_S = 10.0
 
 
 class Driver:
-    """Places the agents of one attempt.
+    """Starts the agents of one attempt.
 
     Args:
-        launch: the record of its start.
+        launch: the launch record of the attempt.
     """
 
     placement: Placement
@@ -71,16 +72,18 @@ class Driver:
         self._signal = 0
 
     def run(self) -> int:
-        """Place the agents and the coordinator, to the end of the run; returns its exit code.
+        """Start the agents and the coordinator, and wait for the end of the run; returns its exit
+        code.
 
         Raises:
-            UserError: Ray does not give the nodes, or they do not see the run directory; or it is
-                not installed here.
+            UserError: Ray does not provide the nodes, or they do not see the run directory, or Ray
+                is not
+                installed on this host.
         """
         if (error := not_installed("ray", "launcher ray", sys.executable, "ray")) is not None:
             raise error
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
-        # Forked before Ray has threads. It imports what it needs while Ray works.
+        # Forked before Ray has threads. Its imports run while Ray starts.
         fork = multiprocessing.get_context("fork")
         waits, go = fork.Pipe(duplex=False)
         arguments = (waits, go, self._run_dir.path, self._attempt.number)
@@ -108,7 +111,7 @@ class Driver:
         self._signal = number
 
     def _is_over(self) -> bool:
-        # Before there is a coordinator, which takes them then, also by a stop that was asked for.
+        # Handles signals until the coordinator does, by writing a stop request.
         if self._has_begun:
             return self._over.is_set()
         return bool(self._signal) or read_stop_request(self._attempt) is not None
@@ -131,7 +134,7 @@ class Driver:
         fleet = self.fleet = self._make_fleet()
         fleet.write(self._attempt)
         self._has_begun = True
-        go.send("the nodes are there")
+        go.send("the nodes are ready")
         threads = [
             threading.Thread(target=self._keep, args=(number,), daemon=True)
             for number in range(len(fleet))
@@ -147,7 +150,7 @@ class Driver:
             time.sleep(_LOOK_S)
         self._over.set()
         if code < 0:
-            fix = "it was killed, or the head ran out of memory: see `dmesg | tail` there"
+            fix = "it was killed, or the head ran out of memory; run `dmesg | tail` there"
             what = f"the coordinator of this run was ended by {signal_name(-code)}"
             end_failed(self._attempt, agent_error(what, fix, id="run.coordinator"))
             code = ExitCode.COMMUNICATION
@@ -182,7 +185,7 @@ class Driver:
         )
 
     def _put_first(self) -> None:
-        # Where not all nodes see the run directory, the first of the ranks must: it keeps the run.
+        # If not all nodes see the run directory, the first node must, because it keeps the run.
         bundles, placed = self._request.bundles, self.placement.placed
         first = placed.get(0)
         if all(each.sees for each in placed.values()) or (first is not None and first.sees):
@@ -192,16 +195,16 @@ class Driver:
                 self.placement.swap(0, number)
                 return
         raise PreflightError(
-            f"no node that may be the first sees the run directory {self._run_dir.path} (asked: "
+            f"no possible first node sees the run directory {self._run_dir.path} (checked: "
             f"{', '.join(sorted(each.host for each in placed.values()))})",
             where=f"Ray, as seen by its job on {socket.gethostname()}",
-            fix="set output_dir to a folder that the head and the nodes share; or let the head be "
+            fix="set output_dir to a folder that the head and the nodes share, or make the head "
             "one of the nodes, with the same user",
             id="files.output",
         )
 
     def _keep(self, number: int) -> None:
-        # A thread: places the agent of one node, again and again.
+        # A thread that starts the agent of one node, repeatedly.
         from ray.exceptions import RayError
 
         placement, tries = self.placement, 0
@@ -216,7 +219,7 @@ class Driver:
                     return
                 code, words = answer
                 last = [line for line in words.splitlines() if line.strip()][-1:]
-                why = f"its agent on {placed.host} ended with {code}: {(last or ['not a word'])[0]}"
+                why = f"its agent on {placed.host} exited with {code}: {(last or ['no output'])[0]}"
             except RayError as error:
                 host = f" on {placed.host}" if placed is not None else ""
                 why = f"its actor{host} is gone: {why_gone(error)}"
@@ -224,7 +227,7 @@ class Driver:
             if self._over.wait(1.0) or self._attempt.outcome.exists():
                 return
             tries = tries + 1 if time.monotonic() - began < _SHORT_S else 1
-            _log(f"node {number}: {why}" + ("; it is placed anew" if tries < _TRIES else ""))
+            _log(f"node {number}: {why}" + ("; starting it again" if tries < _TRIES else ""))
             if tries == _TRIES:
                 self._give_up(number, why)
                 return
@@ -245,18 +248,20 @@ class Driver:
         self._given_up[number] = why
         if len(self.fleet) - len(self._given_up) >= self.fleet.min_nodes:
             return
-        fix = f"its words are in {self._attempt.path}/node-{number}.log or above; `isles check` "
+        fix = f"see {self._attempt.path}/node-{number}.log or the output above; `isles check` "
         fix += "finds more"
-        what = f"node {number} cannot be started: {why}"
+        what = f"cannot start node {number}: {why}"
         error = agent_error(what, fix, ExitCode.PREFLIGHT, id="start.failed", will_recur=True)
         end_failed(self._attempt, error)
 
 
 def _coordinator(waits: Connection, go: Connection, run_dir: Path, attempt: int) -> None:
-    # A process of its own; it ends with the driver, also where that has ended already.
+    # A separate process; it ends with the driver, even if the driver has already ended.
     die_with_parent()
     go.close()
-    agent = importlib.import_module("isles.agent.__main__")  # which others start by its name, too
+    agent = importlib.import_module(
+        "isles.agent.__main__"
+    )  # which other launchers also start by name
     importlib.import_module("isles.agent.lead")
     try:
         waits.recv()
@@ -276,26 +281,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m isles.launch.ray.driver")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
-    parser.add_argument("--begun-at", type=float, required=True, help="names the attempt")
+    parser.add_argument("--begun-at", type=float, required=True, help="identifies the attempt")
     options = parser.parse_args()
     settle_home()
     run_dir = RunDir(options.run_dir)
     attempt = run_dir.attempt(options.attempt)
-    # This host may have a run of its own by this name.
+    # This host may have a different run with this name.
     launch = read_record(attempt.launch) or {}
     if launch.get("begun_at") != options.begun_at:
         error = PreflightError(
             f"{os.uname().nodename}, where Ray runs the job, does not see the run directory "
             f"{run_dir.path}",
-            fix="set output_dir to a folder that it shares with the machine that submits; or "
-            "submit there, with clusters[0].launcher.login from afar",
+            fix="set output_dir to a folder that it shares with the submitting machine, or submit "
+            "on the cluster: set clusters.0.launcher.login",
             id="files.output",
         )
         sys.stderr.write(f"error: {error}\n")
         return int(ExitCode.PREFLIGHT)
     if (outcome := read_record(attempt.outcome)) is not None:
         return int(outcome["exit_code"])
-    with attempt.agent_log.open("ab") as log:  # of the coordinator as well
+    with attempt.agent_log.open("ab") as log:  # also the coordinator's log
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     try:
@@ -308,7 +313,7 @@ def main() -> int:
     except Exception as error:  # the edge of a process that nobody sees
         traceback.print_exc()
         what = f"the driver of the Ray job failed: {type(error).__name__}: {error!s:.300}"
-        fix = f"its traceback is in {attempt.agent_log}"
+        fix = f"see its traceback in {attempt.agent_log}"
         end_failed(attempt, agent_error(what, fix, ExitCode.TRAINING, id="start.failed"))
         return int(ExitCode.TRAINING)
 

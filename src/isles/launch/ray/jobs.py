@@ -1,6 +1,6 @@
-"""The jobs of a Ray cluster: submitted, asked for and ended by the REST API of its dashboard.
+"""Jobs of a Ray cluster: submitted, queried and stopped through the REST API of its dashboard.
 
-Ray's own client would import all of Ray first, a second or more, and waits for ever.
+Ray's own client would first import all of Ray, which takes a second or more, and has no timeout.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ T = TypeVar("T")
 
 _MOST_LETTERS = 500
 SUBMIT_S = 60.0
-"""Longest wait for a cluster to take a job; it installs nothing for it."""
+"""Longest wait for a cluster to accept a job; it installs nothing for the job."""
 
 _STATES: Mapping[str, JobState] = {"PENDING": "pending", "RUNNING": "running"}
 _REACH = (
-    "is the cluster up, and its dashboard reachable from here? clusters[0].launcher.address takes "
-    "http://HEAD:8265; a cluster with RAY_AUTH_MODE=token wants its token here as well"
+    "check that the cluster is running and that this machine can reach its dashboard. Set "
+    "clusters.0.launcher.address to http://HEAD:8265. A cluster with RAY_AUTH_MODE=token needs "
+    "its token on this machine too"
 )
 
 
@@ -96,7 +97,7 @@ class RayJobs(JobQueue):
     (https://docs.ray.io/en/latest/cluster/running-applications/job-submission/rest.html).
 
     Args:
-        address: of its dashboard.
+        address: address of its dashboard.
         ask_s: longest wait for an answer.
     """
 
@@ -108,10 +109,12 @@ class RayJobs(JobQueue):
 
     @classmethod
     def reach(cls, address: str) -> RayJobs:
-        """The jobs of a cluster that answers, by `launcher.address`.
+        """Connect to the jobs of a cluster, by `launcher.address`.
 
         Raises:
-            UserError: it does not answer; or only Ray itself can find it, which is not installed.
+            UserError: the cluster does not answer, or finding it needs the package ray, which is
+                not
+                installed.
         """
         address = os.environ.get("RAY_ADDRESS") or address
         if not address.startswith(("http://", "https://")):
@@ -124,7 +127,7 @@ class RayJobs(JobQueue):
         """Submit a job.
 
         Raises:
-            TimeoutError: it is not known whether the cluster has it.
+            TimeoutError: it is unknown whether the cluster has the job.
             UserError: the cluster refuses it.
         """
         try:
@@ -132,7 +135,7 @@ class RayJobs(JobQueue):
         except TimeoutError:
             raise
         except BaseException:
-            with suppress(UserError):  # it may have been taken: the error says enough
+            with suppress(UserError):  # the job may have been accepted: the error is enough
                 self._stop(job_id)
             raise
 
@@ -146,7 +149,8 @@ class RayJobs(JobQueue):
         ]
 
     def versions(self) -> tuple[str, str]:
-        """Of Ray on the cluster, and of the package here; empty: it is not installed."""
+        """Versions of Ray on the cluster, and on this machine; empty if it is not
+        installed here."""
         own = ""
         with suppress(metadata.PackageNotFoundError):
             own = metadata.version("ray")
@@ -156,16 +160,18 @@ class RayJobs(JobQueue):
         try:
             info = self._read(_Job, self._ask(f"/api/jobs/{job_id}"))
         except _NoJobError:
-            what = "the Ray cluster does not know the job: its head was started anew"
+            what = "the Ray cluster does not know the job, because its head was restarted"
             return JobReport("ended", what, job_id, "UNKNOWN")
         word, message, host = info.status, info.message or "", info.driver_node_id or ""
         state = _STATES.get(word, "ended")
         reason, fix = message.partition("\n")[0], ""
         if state == "running":
-            reason = f"its driver is on Ray node {host[:8]}" if host else "its driver runs"
+            reason = f"its driver is on Ray node {host[:8]}" if host else "its driver is running"
         elif state == "pending":
             reason = "Ray starts its driver"
-        elif found := re.search(r"^error: (.*)\n  fix: (.*)$", message, re.M):  # of the driver
+        elif found := re.search(
+            r"^error: (.*)\n  fix: (.*)$", message, re.M
+        ):  # an error of the driver
             reason, fix = found[1], found[2]
         code = info.driver_exit_code
         return JobReport(state, reason, job_id, word if code is None else f"{word} {code}", fix)
@@ -203,7 +209,7 @@ class RayJobs(JobQueue):
         self._ask(f"/api/jobs/{job_id}/stop", {})
 
     def _ask(self, path: str, body: Mapping[str, str] | None = None) -> str:
-        # TimeoutError: a request with a body was sent, and nothing was heard.
+        # TimeoutError: a request with a body was sent, and no answer came.
         request = Request(
             self.address + path,
             data=None if body is None else json.dumps(body).encode(),
@@ -216,10 +222,10 @@ class RayJobs(JobQueue):
             is_late = isinstance(reason, TimeoutError)
             if is_late and path == "/api/jobs/":
                 raise TimeoutError from error
-            late = f"has not answered within {self._ask_s:.0f} s"
+            late = f"did not answer within {self._ask_s:.0f} s"
             raise PreflightError(
                 f"the Ray cluster at {self.address} "
-                + (late if is_late else f"cannot be reached: {reason}"),
+                + (late if is_late else f"is unreachable: {reason}"),
                 where="launcher ray",
                 fix=_REACH,
                 id="queue.commands",
@@ -232,7 +238,8 @@ class RayJobs(JobQueue):
         first = (words.strip().splitlines() or [""])[0][:_MOST_LETTERS]
         is_of_job = path.startswith("/api/jobs/") and answer.status == 404
         raise (_NoJobError if is_of_job else PreflightError)(
-            f"the Ray cluster at {self.address} refuses: HTTP {answer.status}: {first}",
+            f"the Ray cluster at {self.address} refused the request (HTTP {answer.status}): "
+            f"{first}",
             where="launcher ray",
             fix=_REACH,
             id="queue.refused" if path == "/api/jobs/" else "queue.commands",
@@ -244,7 +251,7 @@ class _NoJobError(PreflightError):
 
 
 def _authorization() -> dict[str, str]:
-    # The places and their order are Ray's (docs: "Token authentication").
+    # The locations of the token and their order are Ray's (docs: "Token authentication").
     if os.environ.get("RAY_AUTH_MODE", "token") != "token":
         return {}
     token = os.environ.get("RAY_AUTH_TOKEN", "")
@@ -256,7 +263,8 @@ def _authorization() -> dict[str, str]:
 
 
 def _dashboard_of(address: str) -> str:
-    # By Ray, in a thread, as it waits for ever: `auto`, `ray://HEAD:10001`, `HEAD:6379`.
+    # Resolved by Ray, in a thread because it has no timeout: `auto`, `ray://HEAD:10001`,
+    # `HEAD:6379`.
     try:
         from ray.dashboard.utils import get_address_for_submission_client
     except ImportError:
@@ -264,8 +272,8 @@ def _dashboard_of(address: str) -> str:
             f"the address {address} of a Ray cluster needs the package ray[default], which is not "
             "installed",
             where=sys.executable,
-            fix="pip install 'isles[ray]', in the version of the cluster; or write the address of "
-            "its dashboard, clusters[0].launcher.address: http://HEAD:8265",
+            fix="run pip install 'isles[ray]', in the cluster's version of Ray, or set "
+            "clusters.0.launcher.address to its dashboard, such as http://HEAD:8265",
         ) from None
     found: list[str] = []
     failed: list[BaseException] = []
@@ -273,7 +281,7 @@ def _dashboard_of(address: str) -> str:
     def find() -> None:
         try:
             found.append(str(get_address_for_submission_client(address)))
-        except BaseException as error:  # the thread's edge: said below
+        except BaseException as error:  # the thread's edge: reported below
             failed.append(error)
 
     thread = threading.Thread(target=find, daemon=True)
@@ -281,7 +289,7 @@ def _dashboard_of(address: str) -> str:
     thread.join(SUBMIT_S)
     if found:
         return found[0]
-    why = f"has not answered within {SUBMIT_S:.0f} s"
+    why = f"did not answer within {SUBMIT_S:.0f} s"
     if failed:
         why = f"refuses: {(str(failed[0]).strip() or type(failed[0]).__name__).splitlines()[0]}"
     raise PreflightError(

@@ -1,4 +1,4 @@
-"""What is asked of Ray: bundles on different nodes, and in each an actor that runs an agent."""
+"""Placement in Ray: bundles on different nodes, and in each bundle an actor that runs an agent."""
 
 from __future__ import annotations
 
@@ -31,30 +31,31 @@ from isles.run.paths import Attempt
 _LOOK_S = 0.1
 _SAY_EVERY_S = 5.0
 _SOON_S = 10.0
-"""A run of MIN:MAX nodes waits so long for Ray to have all, before it begins with those there are;
-the coordinator then waits for the others."""
+"""Seconds that a run of MIN:MAX nodes waits for Ray to have all nodes, before it starts with the
+available nodes; the coordinator then waits for the others."""
 _END_S = 10.0
 
 
-class Place:
-    """The actor of one node. It travels to the node by value, and knows the standard library only:
-    the node's Python may have no isles, which the agent's own `environment` names.
+class NodeActor:
+    """The actor of one node. Ray sends it to the node by value. It uses only the standard library,
+    because the node's Python may lack isles; the agent's own `environment` provides isles.
 
     Args:
-        script: lines of bash that run the agent. It starts at once, and imports while other nodes
-            are waited for; `run` gives it its arguments.
+        script: lines of bash that run the agent. The agent starts immediately, and imports while
+            the
+            run waits for other nodes; `run` passes its arguments.
     """
 
     def __init__(self, script: str, environ: dict[str, str]) -> None:
         prctl = ctypes.CDLL(None).prctl
 
         def prepare() -> None:
-            # The agent ends with the actor, of which it is a child; Ray blocks signals in both.
+            # The agent is a child of the actor and ends with it; Ray blocks signals in both.
             prctl(1, signal.SIGKILL)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
-        # Ray sets it for all ranks of the actor together; the agent divides the cores itself.
+        # Ray sets it for all ranks of the actor together, but the agent divides the cores itself.
         own = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
         self._out = tempfile.TemporaryFile()  # noqa: SIM115
         self._agent = subprocess.Popen(
@@ -63,11 +64,12 @@ class Place:
             stdout=self._out,
             stderr=subprocess.STDOUT,
             env={**own, **environ},
-            preexec_fn=prepare,  # noqa: PLW1509  # it takes no lock
+            preexec_fn=prepare,  # noqa: PLW1509  # it acquires no lock
         )
 
     def facts(self, launch: str, begun_at: float) -> dict[str, Any]:
-        """Where the actor is, and whether it sees the run directory, by the record of a start."""
+        """Host of the actor, and whether it sees the run directory, by the launch record of an
+        attempt."""
         import ray
 
         try:
@@ -85,14 +87,15 @@ class Place:
         }
 
     def run(self, arguments: str, token: str, log: str) -> tuple[int, str]:
-        """Let the agent go on, to its end: its exit code and last words.
+        """Let the agent run until it exits; returns its exit code and the end of its output.
 
         Args:
-            token: what the agent reads after its arguments; it stands nowhere else.
-            log: what the agent prints to, once it has read them.
+            arguments: arguments of the agent.
+            token: read by the agent after its arguments; it is stored nowhere else.
+            log: file for the agent's output, after it has read both.
         """
         had = os.path.getsize(log) if os.path.exists(log) else 0  # noqa: PTH110, PTH202
-        with suppress(BrokenPipeError):  # it has ended already
+        with suppress(BrokenPipeError):  # it has exited already
             self._agent.communicate(f"{arguments}\n{token}\n".encode())
         code = self._agent.wait()
         self._out.seek(0)
@@ -107,13 +110,13 @@ class Place:
 def why_gone(error: Exception) -> str:
     """Why Ray has lost an actor, in a line."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    # Of one that could not begin the first line says where, the last one why.
+    # For an actor that failed to start, the first line has the place, the last one the reason.
     return lines[-1 if "creation task" in lines[0] else 0].strip()
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """An actor that Ray has placed: its handle, and what it says of its node."""
+    """A started actor: its handle, and facts about its node."""
 
     actor: Any
     host: str
@@ -126,12 +129,12 @@ class Placement:
     """The bundles and actors of one attempt.
 
     Args:
-        name: of its placement groups, for the dashboard.
-        begun_at: names the attempt, to a node that sees its directory.
-        is_over: whether nobody waits for an actor any more.
+        name: name of its placement groups, for the dashboard.
+        begun_at: identifies the attempt, for a node that sees its directory.
+        is_over: returns whether waiting for actors is pointless.
 
     Attributes:
-        placed: the actors that are there, by the number of their node.
+        placed: the started actors, by the number of their node.
     """
 
     def __init__(
@@ -154,16 +157,16 @@ class Placement:
         self._slots: dict[int, tuple[Any, int]] = {}
 
     def reserve(self, say: Callable[[str], object]) -> bool:
-        """Wait for the nodes: all of them, or soon those that there are, where fewer may begin.
+        """Wait for all nodes, or only briefly for the available nodes if they are enough to start.
 
         Args:
-            say: told every few seconds what is waited for.
+            say: called every few seconds with a line about the wait.
 
         Returns:
-            False: it was over before.
+            False: the run was over before.
 
         Raises:
-            CommunicationError: they have not come within start_timeout.
+            CommunicationError: the nodes were not available within start_timeout.
         """
         import ray
         from ray.exceptions import RayError
@@ -177,7 +180,7 @@ class Placement:
             if self._is_over():
                 return False
             if waited_s > wait_s:
-                raise self._late(f"the nodes were not there within {{}}: {self._lacking()}")
+                raise self._late(f"the nodes were not available within {{}}: {self._lacking()}")
             if waited_s > _SOON_S and least < len(every):
                 there = sorted(
                     match_nodes(self._request.bundles, self._request.labels, self._nodes())
@@ -193,8 +196,8 @@ class Placement:
         for number, actor in actors.items():
             try:
                 found = self._meet(actor, began + wait_s)
-            except RayError as error:  # it is placed anew, as one that is lost later
-                say(f"node {number}: its actor is gone: {why_gone(error)}")
+            except RayError as error:  # it is started again, like an actor that is lost later
+                say(f"node {number}: its actor is gone ({why_gone(error)})")
                 continue
             if found is None and self._is_over():
                 return False
@@ -204,10 +207,10 @@ class Placement:
         return True
 
     def place(self, number: int) -> Placed | None:
-        """Place the actor of a node anew, as soon as Ray can; None: it is over before.
+        """Start the actor of a node again, as soon as Ray can; None: the run was over before.
 
         Raises:
-            RayError: the actor is lost already.
+            RayError: the actor is already lost.
         """
         if number not in self._slots:
             self._slots[number] = (self._group([number]), 0)
@@ -217,18 +220,19 @@ class Placement:
         return found
 
     def swap(self, one: int, other: int) -> None:
-        """Let two nodes with equal bundles change their numbers."""
+        """Swap the numbers of two nodes with equal bundles."""
         for table in (self._slots, self.placed):
             values: dict[int, Any] = table
             mine, theirs = values.pop(one, None), values.pop(other, None)
             values |= {n: v for n, v in ((one, theirs), (other, mine)) if v is not None}
 
     def answer(self, reference: Any, until_s: float | None = None, *, end_s: float = _END_S) -> Any:
-        """What an actor's method returns; None: it has not, and it is over, or late.
+        """Result of an actor's method; None: no result in time, or the run is over.
 
         Args:
-            until_s: longest wait, by time.monotonic(); None: there is none.
-            end_s: longest wait once it is over: the agents are ending.
+            reference: the pending result.
+            until_s: longest wait, by time.monotonic(); None: no limit.
+            end_s: longest wait after the end of the run, while the agents exit.
 
         Raises:
             RayError: the actor is lost.
@@ -244,7 +248,7 @@ class Placement:
         return ray.get(reference)
 
     def _group(self, numbers: Sequence[int]) -> Any:
-        # The bundles of some nodes, on different nodes; never on one where an agent is already.
+        # The bundles of some nodes, on different nodes; never on a node with an agent.
         import ray
 
         labels = [dict(self._request.labels[number]) for number in numbers]
@@ -263,7 +267,7 @@ class Placement:
 
         group, index = self._slots[number]
         wanted = dict(self._request.bundles[number])
-        kind = ray.remote(Place).options(
+        kind = ray.remote(NodeActor).options(
             num_gpus=wanted.pop("GPU", 0),
             num_cpus=wanted.pop("CPU", 0),
             memory=wanted.pop("memory", None),
@@ -287,7 +291,7 @@ class Placement:
         ]
 
     def _lacking(self) -> str:
-        # Whom the run waits for, and why.
+        # The nodes that the run waits for, and why.
         import ray
 
         nodes, bundles, labels = self._nodes(), self._request.bundles, self._request.labels
@@ -295,13 +299,13 @@ class Placement:
         if len(fitting) < len(bundles):
             return f"{lacking(bundles, labels, fitting)} ({nodes_text(nodes)})"
         free = amounts_text(ray.available_resources())
-        return f"other work has Ray's nodes; free in all: {free} ({nodes_text(nodes)})"
+        return f"Ray's nodes are busy with other work (free in total: {free}; {nodes_text(nodes)})"
 
     def _late(self, what: str) -> UserError:
         return CommunicationError(
             what.replace("{}", format_duration(self._request.start_timeout_s)),
             where="clusters.0.launcher",
-            fix="`ray status` on the cluster shows who has its nodes; ask for less (nodes, "
-            "gpus_per_node, launcher.bundles); clusters[0].start_timeout waits longer",
+            fix="`ray status` on the cluster shows who uses its nodes. Request less (nodes, "
+            "gpus_per_node, clusters.0.launcher.bundles), or raise clusters.0.start_timeout",
             id="start.timeout",
         )

@@ -1,8 +1,7 @@
-"""A start on a Ray cluster: it makes the run directory, and submits one job.
+"""A start on a Ray cluster: makes the run directory, and submits one job.
 
-The job's driver (`driver.py`) places the agents. This machine must share the run directory with
-the head of the cluster, or be the head; where the run file names a login node, isles there does
-the same.
+The job's driver (`driver.py`) starts the agents. This machine must share the run directory with the
+head of the cluster, or be the head. If the run file has a login node, isles does the same there.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from isles.run.records import read_record
 
 
 def start_ray(loaded: Loaded, launcher: RayLauncherConfig, options: StartOptions) -> Started | str:
-    """Start a run, or say what would be done; see `isles.launch.start.start`.
+    """Start a run, or describe the start; see `isles.launch.start.start`.
 
     Raises:
         ConfigErrors: every issue in the run file.
-        UserError: the cluster cannot be reached or refuses the job, or the run cannot be begun.
+        UserError: the cluster cannot be reached or refuses the job, or the run cannot be started.
     """
     if launcher.login is not None:
         return start_on_login(loaded, options)
@@ -58,10 +57,10 @@ def start_ray(loaded: Loaded, launcher: RayLauncherConfig, options: StartOptions
                 f"    node {n}: {amounts_text(bundle)}" for n, bundle in enumerate(bundles(cluster))
             )
             return (
-                f"{show(resolved).rstrip()}\n\n{note}\nthe Ray cluster {launcher.address} would "
-                f"be asked for\n{wanted}\nand take this job:\n\n{command}"
+                f"{show(resolved).rstrip()}\n\n{note}\nisles would request from the Ray cluster "
+                f"{launcher.address}\n{wanted}\nand submit this job:\n\n{command}"
             )
-        # Another Python of the nodes has its own packages.
+        # A different Python on the nodes has its own packages.
         if python_of(cluster.environment) == sys.executable:
             check_packages(resolved)
         jobs = RayJobs.reach(launcher.address)
@@ -73,7 +72,7 @@ def start_ray(loaded: Loaded, launcher: RayLauncherConfig, options: StartOptions
         command = _entrypoint(cluster, workdir, run_dir, attempt)
         job_id = f"{run_dir.name}-{attempt.number}-{secrets.token_hex(3)}"
         with submission(begun, attempt):
-            # Before the job, which may begin at once; its id is ours to choose.
+            # Before the job, which may start immediately; isles chooses its id.
             write_launch(
                 attempt,
                 None,
@@ -90,10 +89,10 @@ def start_ray(loaded: Loaded, launcher: RayLauncherConfig, options: StartOptions
                 jobs.submit(job_id, command)
             except TimeoutError:
                 raise LostSubmission(
-                    f"the Ray cluster has not answered within {SUBMIT_S:.0f} s",
+                    f"the Ray cluster did not answer within {SUBMIT_S:.0f} s",
                     where=jobs.address,
-                    fix="try again when it answers; should it have taken the job all the same, "
-                    "that one ends as soon as it begins",
+                    fix="try again when it answers. If it has accepted the job after all, that "
+                    "job exits as soon as it starts",
                     id="queue.lost",
                 ) from None
         if begun.note:
@@ -118,7 +117,7 @@ def resolve_for_ray(loaded: Loaded) -> Resolved:
 
 
 def _entrypoint(cluster: ClusterConfig, workdir: Path, run_dir: RunDir, attempt: Attempt) -> str:
-    # Whoever reaches the dashboard reads it: the token of the attempt stays in the run directory.
+    # The dashboard shows it to everyone, so the token of the attempt stays in the run directory.
     words = [python_of(cluster.environment), "-m", "isles.launch.ray.driver", str(run_dir.path)]
     begun_at = (read_record(attempt.launch) or {}).get("begun_at", 0.0)
     words += ["--attempt", str(attempt.number), "--begun-at", repr(begun_at)]

@@ -1,6 +1,6 @@
-"""Before a start elsewhere.
+"""Preparation of other machines before a start.
 
-`login.py` runs isles on a login node, or where a run is, and passes text on; `sync.py` copies files
-to the hosts; `setup.py` makes their Python environments equal, by `install.py`, which runs there.
-Open `login.py` first.
+`login.py` runs isles on a login node, or on the machine of a run, and passes on its output;
+`sync.py` copies files to the hosts; `setup.py` makes their Python environments equal, with
+`install.py`, which runs there. Open `login.py` first.
 """

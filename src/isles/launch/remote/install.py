@@ -1,8 +1,8 @@
-"""Installs isles and its packages on a host: sent there as text, so it needs Python alone.
+"""Installs isles and its packages on a host; sent there as text, so it needs only Python.
 
 Reads one JSON object from stdin: `wheel` (base64), `wheel_name`, `extras`, `requirements`,
-`constraints`, `check`, `wanted` (a fingerprint). What it writes on stdout are steps for a person,
-a line each; the last line begins with `RESULT ` and is JSON: `changed`, `error`, `fingerprint`.
+`constraints`, `check`, `wanted` (a fingerprint). Writes to stdout one line per step, for a person.
+The last line begins with `RESULT ` and is JSON: `changed`, `error`, `fingerprint`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LOOK = "import json; from isles.launch.ssh.facts import fingerprint as f; print
 
 
 def look() -> tuple[dict[str, str] | None, str]:
-    """The fingerprint of what is installed; or None, and why there is none."""
+    """The fingerprint of the installation; or None, and why there is no fingerprint."""
     done = _run([sys.executable, "-c", _LOOK])
     if done.returncode:
         return None, (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
@@ -35,14 +35,14 @@ _NO_INDEX = (
     "Name or service not known",
     "Network is unreachable",
 )
-"""Signs in what pip prints."""
+"""Signs of an unreachable package index in pip's output."""
 
 
 def ensure(asked: dict[str, Any]) -> tuple[str, bool]:
-    """Install where something is missing; returns an error text, and whether it did."""
+    """Install missing packages; returns an error text, and whether anything was installed."""
     wanted = {key: asked[key] for key in ("extras", "requirements", "constraints")}
     wanted["code"] = asked["wanted"]["code"]
-    # Two hosts may share this environment: one of them installs, the other then finds it done.
+    # Two hosts may share this environment: one of them installs, and the other finds it done.
     with (Path(sys.prefix) / ".isles-setup.json").open("a+") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         stream.seek(0)
@@ -50,7 +50,7 @@ def ensure(asked: dict[str, Any]) -> tuple[str, bool]:
         found, _ = look()
         if is_done and found is not None and found["code"] == wanted["code"]:
             return "", False
-        _print_line(f"installing isles and what it needs into {sys.prefix}")
+        _print_line(f"installing isles and its packages into {sys.prefix}")
         with tempfile.TemporaryDirectory(prefix="isles-setup-") as folder:
             error = _install(asked, Path(folder))
         if not error:
@@ -60,7 +60,7 @@ def ensure(asked: dict[str, Any]) -> tuple[str, bool]:
 
 
 def _install(asked: dict[str, Any], folder: Path) -> str:
-    # Run pip; an error text, or an empty one.
+    # Run pip; returns an error text, or an empty text.
     wheel, constraints = folder / asked["wheel_name"], folder / "constraints.txt"
     wheel.write_bytes(base64.b64decode(asked["wheel"]))
     constraints.write_text("".join(f"{line}\n" for line in asked["constraints"]))
@@ -68,7 +68,7 @@ def _install(asked: dict[str, Any], folder: Path) -> str:
     needs = [f"isles[{','.join(asked['extras'])}] @ file://{wheel}", *asked["requirements"]]
     for words in (
         ["--constraint", str(constraints), *needs],
-        # It puts this very code there, also over the same version of another day.
+        # Installs exactly this code, even over an older build of the same version.
         ["--no-deps", "--no-index", "--force-reinstall", str(wheel)],
     ):
         done = _run([*pip, *words])
@@ -78,8 +78,8 @@ def _install(asked: dict[str, Any], folder: Path) -> str:
             if any(sign in done.stderr for sign in _NO_INDEX):
                 errors.insert(
                     0,
-                    "the package index cannot be reached from this host: is there a "
-                    "network, or a proxy or mirror to set (PIP_INDEX_URL, HTTPS_PROXY)?",
+                    "this host cannot reach the package index. Check its network, or set a proxy "
+                    "or mirror (PIP_INDEX_URL, HTTPS_PROXY)",
                 )
             return "\n".join(["pip failed:", *errors, f"(exit code {done.returncode})"])
     return ""
@@ -95,14 +95,14 @@ def _print_line(line: str) -> None:
 
 
 def main() -> None:
-    """Make this host as it is wanted, or only look at it."""
+    """Install on this host, or only check it."""
     asked = json.load(sys.stdin)
     error, changed = "", False
     if not asked["check"]:
         try:
             error, changed = ensure(asked)
         except OSError as failure:
-            error = f"{sys.prefix} cannot be written: {failure.strerror}"
+            error = f"cannot write to {sys.prefix}: {failure.strerror}"
     found, why = look()
     if found is None and not error:
         error = f"isles is not installed for {sys.executable}: {why}"

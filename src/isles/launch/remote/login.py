@@ -1,7 +1,7 @@
-"""isles on another machine, over ssh: it starts a run there, or answers about one that is there.
+"""isles on another machine, over ssh: starts a run there, or queries a run there.
 
-A run that was started on a login node or on other hosts has its directory there; this machine keeps
-a record of it (`RemoteRun`), by which every verb runs isles there and passes on what that says.
+A run started on a login node or on other hosts has its directory there. This machine keeps a record
+of it (`RemoteRun`), so that every command runs isles there and passes on its output.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from isles.facts.terminal import copy_drawn
 from isles.launch.answers import STARTED, Announced, read_started
 from isles.launch.base import Started, StartOptions
 from isles.launch.ssh.environment import python_of, setting_lines
-from isles.launch.ssh.shell import SSH_FAILED, Result, Shell, not_started, python_failure
+from isles.launch.ssh.shell import SSH_FAILED, CommandResult, Shell, not_started, python_failure
 from isles.run.env import MACHINE, NAMED
 from isles.run.paths import RunDir
 from isles.run.remote import RemoteRun, write_remote
 
 _START_S = 600.0
-"""Longest wait for isles on the login node to have submitted the job."""
+"""Longest wait for isles on the login node to submit the job."""
 
 _CONNECT_S = 5.0
 """Longest wait for a host that the user waits for."""
 
 _PROXY_S = 20.0
-"""As long more for nodes of SkyPilot, which are often behind a program that begins each time."""
+"""Additional wait for nodes of SkyPilot, which are often behind a proxy command that must start."""
 
 
 class LoginError(UserError):
-    """An error that isles on the login node has printed, as it is."""
+    """An error printed by isles on the login node, unchanged."""
 
     def __str__(self) -> str:
         return self.what
@@ -51,7 +51,7 @@ def start_on_login(loaded: Loaded, options: StartOptions) -> Started | str:
     """Start a run by isles on the login node of its launcher; in a dry run, the text to print.
 
     Raises:
-        UserError: what isles there refuses, with the names of the files here.
+        UserError: isles there refuses the start; with the names of the files on this machine.
         PreflightError: the login node cannot be reached, or has no isles.
     """
     launcher = loaded.config.clusters[0].launcher
@@ -64,7 +64,7 @@ def start_on_login(loaded: Loaded, options: StartOptions) -> Started | str:
     secret = f"{there.rpartition('/')[0]}/join-line" if options.join else ""
     words += [f"--join-file={secret}"] if secret else []
     script = copied_file_script(there, lines, python, words, secret=secret)
-    # The secret travels as the first line, not in a command line that others there can see.
+    # The secret is sent as the first line, not in a command line that other users there can see.
     text = f"{options.join}\n{loaded.text}" if options.join else loaded.text
     printed: list[str] = []
     announced: list[str] = []
@@ -80,18 +80,18 @@ def start_on_login(loaded: Loaded, options: StartOptions) -> Started | str:
 
     shell = Shell(login)
     command = ["bash", "-c", script]
-    # A submission is not interrupted halfway; a Ctrl+C is for the run, once it is there.
+    # A submission is not interrupted halfway; Ctrl+C applies to the run, after it has started.
     code, noise = shell.stream(command, take, stdin=text, timeout_s=_START_S, own_group=True)
     errors = noise.replace(there, str(loaded.path))
     if code:
         raise _refused(shell, code, errors.rstrip("\n"), python)
     if code is None or not (announced or options.dry_run):
-        late = f"has not started the run within {_START_S:.0f} s"
-        silent = f"has not said which run it started: is it {__version__}, as here?"
+        late = f"did not start the run within {_START_S:.0f} s"
+        silent = f"did not announce its run; it may have a version other than {__version__}"
         raise PreflightError(
             f"isles there {late if code is None else silent}",
             where=f"host {login}",
-            fix=f"try it by hand: ssh {login}",
+            fix=f"test the login with ssh {login}",
             id="host.login",
         )
     sys.stderr.write(errors)
@@ -100,11 +100,13 @@ def start_on_login(loaded: Loaded, options: StartOptions) -> Started | str:
     begun = read_started(
         announced[-1],
         where=f"host {login}",
-        fix=f"ssh {login} isles status, as the run may have started; then install the same isles "
-        "on both: isles setup",
+        fix=f"run ssh {login} isles status, because the run may have started; then install the "
+        "same isles on both machines with isles setup",
     )
     if begun.version != __version__:
-        options.warn(f"isles is {begun.version} on {login}, and {__version__} here")
+        options.warn(
+            f"isles is version {begun.version} on {login}, but {__version__} on this machine"
+        )
     return started_elsewhere(loaded, options, begun, [login], lines, python)
 
 
@@ -118,11 +120,11 @@ def started_elsewhere(
     *,
     folder: Path | None = None,
 ) -> Started:
-    """A run whose directory is on another machine; this one keeps a record of it.
+    """A run whose directory is on another machine; this machine keeps a record of it.
 
     Args:
-        hosts: as ssh takes them; the first one has the run directory.
-        folder: where it is remembered here; None: the output folder of the run file.
+        hosts: destinations for ssh; the first one has the run directory.
+        folder: folder of the record on this machine; None: the output folder of the run file.
     """
     run_dir = RunDir(Path(begun.path))
     remote = RemoteRun(
@@ -142,7 +144,7 @@ def started_elsewhere(
 
 
 def started_line(started: Started) -> str:
-    """The line by which isles tells isles elsewhere which run it has started."""
+    """The line that announces a started run to isles on another machine."""
     ssh = started.remote.ssh if started.remote is not None else ""
     path = str(started.run_dir.path.absolute())
     return Announced(__version__, path, started.attempt.number, ssh).line()
@@ -154,12 +156,13 @@ def _refused(shell: Shell, code: int, text: str, python: str) -> UserError:
     if (failure := python_failure(shell.name, python, code, text)) is not None:
         return failure
     if not text.startswith(("error: ", "warning: ")):
-        # Not isles has printed this, but the shell.
+        # This output is not from isles, but from the shell.
         words = text.splitlines()[-1] if text else f"exit status {code}"
         return PreflightError(
-            f"isles could not be started there: {words}",
+            f"could not start isles there: {words}",
             where=f"host {shell.name}",
-            fix=f"correct workdir and environment in clusters[0]; by hand: ssh {shell.name}",
+            fix="correct clusters.0.workdir and clusters.0.environment, and test with ssh "
+            f"{shell.name}",
             id="host.login",
         )
     error = LoginError(text.removeprefix("error: "))
@@ -168,7 +171,7 @@ def _refused(shell: Shell, code: int, text: str, python: str) -> UserError:
 
 
 def place_there(loaded: Loaded) -> str:
-    """Where the run file lies on the login node for as long as isles there reads it."""
+    """Temporary path of the run file on the login node, while isles there reads it."""
     return f"/tmp/isles-login-{secrets.token_hex(16)}/{loaded.path.name}"
 
 
@@ -177,7 +180,7 @@ def login_setting(loaded: Loaded) -> tuple[list[str], str]:
     cluster = loaded.config.clusters[0]
     lines = setting_lines(cluster, cluster.workdir or ".")
     if cluster.workdir is None:
-        # The folder of this machine where the login node has it too; else its home.
+        # The same folder as on this machine, if the login node has it; else its home.
         lines[0] = f"cd {shlex.quote(str(Path.cwd()))} 2>/dev/null || cd || exit 1"
     return lines, python_of(cluster.environment)
 
@@ -185,8 +188,8 @@ def login_setting(loaded: Loaded) -> tuple[list[str], str]:
 def copied_file_script(
     there: str, lines: list[str], python: str, words: list[str], *, secret: str = ""
 ) -> str:
-    """The bash that takes the run file from stdin and calls isles with it; `secret`: the file that
-    gets the first line of stdin; empty: there is none before the run file."""
+    """Bash that reads the run file from stdin and calls isles with it; `secret`: the file for the
+    first line of stdin; empty: stdin has only the run file."""
     folder, file = there.rpartition("/")[0], shlex.quote(there)
     # read and printf are the shell's own: no process has the line among its arguments.
     first = f'IFS= read -r line && printf "%s\\n" "$line" >{secret} && ' if secret else ""
@@ -200,7 +203,7 @@ def copied_file_script(
 
 
 def remote_script(run: RemoteRun, words: Sequence[str]) -> str:
-    """The bash that runs one isles command where the run directory is.
+    """Bash that runs one isles command on the machine of the run directory.
 
     Raises:
         PreflightError: the record of the run belongs to another user.
@@ -214,11 +217,11 @@ def remote_script(run: RemoteRun, words: Sequence[str]) -> str:
 def remote_isles(
     run: RemoteRun, words: Sequence[str], *, host: str = "", connect_timeout_s: float = 10.0
 ) -> list[str]:
-    """The command line, to be run here, that runs an isles command on a host of a run; empty: on
-    the one that has the run directory.
+    """The local command line that runs an isles command on a host of a run; empty `host`: the
+    machine of the run directory.
 
     Raises:
-        PreflightError: this machine has no ssh, or no kubectl; or as of `remote_script`.
+        PreflightError: this machine has no ssh, or no kubectl; or as in `remote_script`.
     """
     shell = Shell(host or run.ssh, connect_timeout_s + _more_s(run))
     argv = shell.argv(["bash", "-c", remote_script(run, words)])
@@ -229,11 +232,11 @@ def remote_isles(
 
 def ask_isles(
     run: RemoteRun, words: Sequence[str], *, host: str = "", timeout_s: float = 15.0
-) -> Result:
-    """Run an isles command on a host of a run, as `remote_isles`, and take what it prints.
+) -> CommandResult:
+    """Run an isles command on a host of a run, as `remote_isles` does, and return its output.
 
     Raises:
-        PreflightError: the host cannot be reached, or has not answered in time.
+        PreflightError: the host cannot be reached, or did not answer in time.
     """
     shell = Shell(host or run.ssh, _CONNECT_S + _more_s(run))
     command = ["bash", "-c", remote_script(run, words)]
@@ -245,7 +248,7 @@ def _more_s(run: RemoteRun) -> float:
 
 
 def pass_on(run: RemoteRun, words: Sequence[str]) -> int:
-    """Run an isles command where the run directory is, on this terminal; its exit code.
+    """Run an isles command on the machine of the run directory, on this terminal; its exit code.
 
     Raises:
         PreflightError: the host cannot be reached, or has no isles.
@@ -266,21 +269,21 @@ def pass_on(run: RemoteRun, words: Sequence[str]) -> int:
             errors.join()
     if process.returncode == SSH_FAILED:
         raise PreflightError(
-            f"{run.ssh}, which has the directory of {run.name}, cannot be reached",
+            f"cannot reach {run.ssh}, which has the directory of {run.name}",
             where=f"host {run.ssh}",
-            fix=f"try it by hand: {Shell(run.ssh).by_hand}",
+            fix=f"test the connection with {Shell(run.ssh).by_hand}",
             id="host.answers",
         )
     return process.returncode
 
 
 def remember(output_dir: Path, run: RemoteRun, warn: Callable[[str], object]) -> RemoteRun:
-    """Record a run that was started elsewhere; it goes on also where that cannot be done here."""
+    """Record a run that was started on another machine; a failure to do so only warns."""
     try:
         return write_remote(output_dir, run)
     except UserError as error:
         warn(
-            f"{run.name} has started, and cannot be remembered here: {error.what} ({error.where}); "
-            f"isles status, logs and stop find it on {run.ssh}: {run.path}"
+            f"{run.name} has started, but this machine cannot record it: {error.what} "
+            f"({error.where}). Use isles status, logs and stop on {run.ssh}, with {run.path}"
         )
         return run

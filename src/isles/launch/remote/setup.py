@@ -1,4 +1,5 @@
-"""`isles setup`: makes the Python environments of all hosts equal, in parallel, and compares."""
+"""`isles setup`: installs equal Python environments on all hosts, in parallel, and
+compares them."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ _THEN = (2020, 1, 1, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    # The result that `install.py` prints; no fingerprint: isles is not installed.
+    # The result of `install.py`; without a fingerprint isles is not installed.
     changed: bool
     error: str
     fingerprint: dict[str, str] | None
@@ -56,23 +57,23 @@ def setup(loaded: Loaded, *, check: bool, print_line: PrintLine) -> bool:
 
     Args:
         check: install nothing.
-        print_line: takes a line for each step of each host.
+        print_line: prints a line for each step of each host.
 
     Returns:
-        Whether all hosts are equal in what must be.
+        Whether all hosts have equal versions of everything that must be equal.
 
     Raises:
-        ConfigError: the run file names no other machine.
+        ConfigError: the run file has no other machine.
         PreflightError: hosts that could not be reached or set up.
     """
     clusters = [c for c in loaded.config.clusters if _hosts(c)]
     if not clusters:
         kind = loaded.config.clusters[0].launcher.kind
         raise ConfigError(
-            f"with launcher {kind} there is no other machine to set up from here",
+            f"with launcher {kind}, isles setup has no other machine to set up",
             where=loaded.where("clusters.0.launcher"),
-            fix="install here with pip install 'isles[train]'; isles setup is for launcher ssh, "
-            "and for slurm and pbs with login",
+            fix="install on this machine with pip install 'isles[train]'. isles setup is for "
+            "launcher ssh, and for slurm and pbs with login",
         )
     is_equal = True
     for cluster in clusters:
@@ -104,7 +105,7 @@ def _setup_cluster(
 
 
 def difference_lines(found: dict[str, dict[str, str]]) -> tuple[list[str], bool]:
-    """What differs between hosts, a line each; and whether any of it must be equal.
+    """Differences between hosts, one per line, and whether any of them must be fixed.
 
     Args:
         found: fingerprints by host.
@@ -116,18 +117,18 @@ def difference_lines(found: dict[str, dict[str, str]]) -> tuple[list[str], bool]
         if len(set(values.values())) == 1:
             continue
         words = ", ".join(f"{value} on {host}" for host, value in values.items())
-        # Only the first two parts of Python's version decide what it can run.
+        # Only the first two parts of Python's version decide which code it can run.
         short = {".".join(value.split(".")[:2]) for value in values.values()}
         must = name in ("isles", "code", "torch") or (name == "python" and len(short) > 1)
         is_bad = is_bad or must
-        lines.append(f"{name} differs{'' if must else ' (this may be)'}: {words}")
+        lines.append(f"{name} differs{'' if must else ' (this is allowed)'}: {words}")
     return lines, is_bad
 
 
 def _compare(found: dict[str, dict[str, str]], print_line: PrintLine) -> bool:
     lines, is_bad = difference_lines(found)
     if not is_bad:
-        # Of the launching machine only isles itself must be equal: it may have no torch.
+        # On the launching machine only isles itself must be equal: it may lack torch.
         here = {"this machine": fingerprint(), **found}
         both = ("isles", "code")
         own = {h: {key: all_.get(key, "none") for key in both} for h, all_ in here.items()}
@@ -145,7 +146,7 @@ def _compare(found: dict[str, dict[str, str]], print_line: PrintLine) -> bool:
 
 
 def _hosts(cluster: ClusterConfig) -> list[str]:
-    # Machines of a cluster that ssh leads to; none: it is this machine, or others start it.
+    # Machines of a cluster that are reached by ssh; empty: this machine, or another start.
     launcher = cluster.launcher
     if isinstance(launcher, SshLauncherConfig):
         return [host.ssh for host in cluster.hosts]
@@ -157,7 +158,7 @@ def _hosts(cluster: ClusterConfig) -> list[str]:
 def extras_of(config: RunConfig, cluster: ClusterConfig) -> list[str]:
     """The extras of isles that the nodes of a cluster need."""
     if cluster.environment.container is not None:
-        return []  # the image has them; the Python of the hosts needs isles alone
+        return []  # the image has them; the Python of the hosts needs only isles
     kinds = {tracker.kind for tracker in tracker_sections(config.track)}
     strategy = cluster.strategy or config.strategy
     extras = {
@@ -174,13 +175,13 @@ def extras_of(config: RunConfig, cluster: ClusterConfig) -> list[str]:
 
 
 def _payload(loaded: Loaded, cluster: ClusterConfig, check: bool) -> str:
-    # What `install.py` reads.
+    # Input of `install.py`.
     wanted = fingerprint()
     named = {
         re.split(r"[\[=<>!~; ]", text, maxsplit=1)[0].lower()
         for text in cluster.environment.packages
     }
-    # The versions of this machine, without what says for which GPU they were built.
+    # The versions of this machine, without the suffix of the GPU type.
     pins = [
         f"{name}=={wanted[name].partition('+')[0]}"
         for name in PACKAGES
@@ -200,7 +201,7 @@ def _payload(loaded: Loaded, cluster: ClusterConfig, check: bool) -> str:
 
 
 def make_lines(environment: EnvironmentConfig, workdir: str) -> list[str]:
-    """Bash that makes the named environment where it is missing."""
+    """Bash that creates the environment if it is missing."""
     minor = "{}.{}".format(*sys.version_info[:2])
     if environment.venv is not None:
         venv = quoted(environment.venv)
@@ -211,9 +212,9 @@ def make_lines(environment: EnvironmentConfig, workdir: str) -> list[str]:
             "  $p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break",
             "  p=",
             "done",
-            f'[ -n "$p" ] || {{ echo "there is no Python 3.11 or newer: sudo apt install '
+            f'[ -n "$p" ] || {{ echo "no Python 3.11 or newer found; run sudo apt install '
             f'python{minor} python{minor}-venv" >&2; exit 1; }}',
-            # Half of one, without pip, must not be taken for one the next time.
+            # An incomplete venv, without pip, must not count as a venv the next time.
             f"$p -m venv {venv} || {{ rm -f {venv}/bin/python; exit 1; }}",
             f"echo made {venv} with $($p --version)",
         ]
@@ -228,7 +229,7 @@ def make_lines(environment: EnvironmentConfig, workdir: str) -> list[str]:
         ]
     else:
         return []
-    # The hosts may share the environment: one of them makes it.
+    # The hosts may share the environment: only one of them creates it.
     wait = f'mkdir -p "$(dirname {lock})" && exec 9>>{lock} || exit 1'
     wait += "; command -v flock >/dev/null && flock 9"  # macOS has none
     folder = f"mkdir -p {quoted(workdir)} && cd {quoted(workdir)} || exit 1"
@@ -236,7 +237,7 @@ def make_lines(environment: EnvironmentConfig, workdir: str) -> list[str]:
 
 
 def _install(shell: Shell, script: str, payload: str, print_line: PrintLine) -> _Result:
-    # Run `install.py` there, and pass its steps on.
+    # Run `install.py` there, and print its steps.
     answers: list[str] = []
 
     def take(line: str) -> None:
@@ -250,15 +251,15 @@ def _install(shell: Shell, script: str, payload: str, print_line: PrintLine) -> 
     if not answers and code == SSH_FAILED:
         raise shell.failure(text)
     where = f"host {shell.name}"
-    fix = "mend what it says, then isles setup again; clusters[0].environment names the Python and "
-    fix += "what pip is given"
+    fix = "fix the error above, then run isles setup again; clusters.0.environment sets the Python "
+    fix += "and the packages for pip"
     if answers:
         result = read_answer(
             _Result,
             answers[-1],
             by="isles setup there",
             where=where,
-            fix="see what its Python prints when it starts (clusters[0].environment names it): "
+            fix="check the output of its Python at the start (set by clusters.0.environment): "
             f"ssh {shell.name}",
             id="setup.failed",
         )
@@ -267,11 +268,11 @@ def _install(shell: Shell, script: str, payload: str, print_line: PrintLine) -> 
         what = result.error
     elif code is None:
         limit = format_duration(_INSTALL_S)
-        what = f"it has not been set up within {limit}; pip may be at it still"
-        fix = f"see what it waits for: ssh {shell.name} 'ps -ef | grep pip'; isles setup again "
-        fix += "goes on with what is there"
+        what = f"it was not set up within {limit}; pip may still be running"
+        fix = f"check it with ssh {shell.name} 'ps -ef | grep pip'; isles setup continues from the "
+        fix += "current state if you run it again"
     else:
-        what = f"it could not be set up: {(text.strip().splitlines() or [f'exit code {code}'])[-1]}"
+        what = f"could not set it up: {(text.strip().splitlines() or [f'exit code {code}'])[-1]}"
     raise PreflightError(what, where=where, fix=fix, id="setup.failed")
 
 
@@ -281,7 +282,7 @@ def wheel_name() -> str:
 
 
 def wheel_bytes() -> bytes:
-    """isles as it is installed here, as a wheel: the same bytes for the same code."""
+    """The installed isles of this machine as a wheel: the same bytes for the same code."""
     distribution = importlib.metadata.distribution("isles")
     info = f"isles-{__version__}.dist-info"
     scripts = [e for e in distribution.entry_points if e.group == "console_scripts"]

@@ -1,4 +1,4 @@
-"""Copying files from here to the hosts before a start: rsync over the user's own ssh."""
+"""Copies files to the hosts before a start: rsync over the user's own ssh."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ _NO_RSYNC = 127
 
 
 def sync_hosts(loaded: Loaded, sync: SyncConfig, workdir: str, options: StartOptions) -> str:
-    """Copy what `sync` names to all hosts at once; in a dry run only say so.
+    """Copy the paths of `sync` to all hosts in parallel; in a dry run only describe it.
 
     Args:
-        workdir: the folder on the hosts; made where it is missing.
+        workdir: the folder on the hosts; created if it is missing.
 
     Returns:
-        In a dry run, all that can be said where hosts have no such folder yet; else nothing.
+        In a dry run, the complete text if hosts lack the folder; else an empty text.
 
     Raises:
-        PreflightError: a path that is not here, a host without rsync, one that cannot be written.
-        UserError: the run is on its way already; nothing was copied.
+        PreflightError: a path is missing on this machine, a host has no rsync, or a host cannot
+            write.
+        UserError: the run is running already; nothing was copied.
     """
     cluster = loaded.config.clusters[0]
     for path in sync.paths:
         if not Path(path).expanduser().exists():
             raise PreflightError(
-                f"there is no {path} to copy to the hosts",
-                where=f"this machine, {Path.cwd()}: clusters[0].sync.paths",
-                fix="correct the path; it is relative to the folder in which isles is called",
+                f"cannot copy {path} to the hosts, because it does not exist",
+                where=f"clusters.0.sync.paths, in {Path.cwd()} on this machine",
+                fix="correct the path; it is relative to the current folder",
                 id="sync.rsync",
             )
     if shutil.which("rsync") is None:
@@ -57,7 +58,7 @@ def sync_hosts(loaded: Loaded, sync: SyncConfig, workdir: str, options: StartOpt
     try:
         lines, failures = on_all(shells, lambda shell: _copy(shell, sync, workdir, running))
     finally:
-        # After a Ctrl+C some are still copying.
+        # After Ctrl+C, some copies are still running.
         for process in running:
             process.terminate()
     refuse([failure for _, failure in failures], len(lines))
@@ -67,7 +68,7 @@ def sync_hosts(loaded: Loaded, sync: SyncConfig, workdir: str, options: StartOpt
 
 
 def _dry_run(shells: Sequence[Shell], sync: SyncConfig, workdir: str, options: StartOptions) -> str:
-    # More can be said only where the hosts can be asked in the folder itself.
+    # Further facts need a query in the folder itself, on the hosts.
     look = ["bash", "-c", f"[ -d {quoted(workdir)} ] && echo there"]
     found, failures = on_all(shells, lambda shell: "there" in shell.run(look).stdout.split())
     refuse([failure for _, failure in failures], len(shells))
@@ -77,20 +78,20 @@ def _dry_run(shells: Sequence[Shell], sync: SyncConfig, workdir: str, options: S
         options.print_line(text)
         return ""
     return (
-        f"{text}; it is not there yet on {', '.join(missing)}, and would be made.\n"
-        "What the hosts say of the run can be seen once it is there: this start makes it, or "
+        f"{text}; the folder does not exist yet on {', '.join(missing)}, and would be created.\n"
+        "To see the whole plan, create it first: start the run, or run "
         f"mkdir -p {workdir}"
     )
 
 
 def _refuse_second(loaded: Loaded, first: Shell, workdir: str, options: StartOptions) -> None:
-    # Before anything is copied into the folder of a run that goes on.
+    # Before anything is copied into the folder of a running run.
     config = loaded.config
     lines = setting_lines(config.clusters[0], workdir)
     python = python_of(config.clusters[0].environment)
     asked = {"output_dir": config.output_dir, "name": config.name, "resume": options.resume}
     with (
-        suppress(PreflightError),  # no folder yet, no isles: the start itself says what is wrong
+        suppress(PreflightError),  # no folder or no isles yet: the start itself reports errors
         open_channel(first, lines=lines, python=python) as channel,
     ):
         channel.call("second", timeout_s=_LOOK_S, **asked)
@@ -98,7 +99,7 @@ def _refuse_second(loaded: Loaded, first: Shell, workdir: str, options: StartOpt
 
 def rsync_argv(shell: Shell, sync: SyncConfig, workdir: str) -> list[str]:
     """The command line of rsync."""
-    # What [.] names is what is in the folder, every other path comes under its own name.
+    # [.] copies the content of the folder; every other path keeps its own name.
     paths = ["./" if path in (".", "./") else path.rstrip("/") for path in sync.paths]
     # With --protect-args no shell expands a ~; a relative path is in the home there.
     folder = "." if workdir in ("~", "~/") else workdir.removeprefix("~/")
@@ -126,9 +127,9 @@ def _copy(
         raise _no_rsync(f"host {shell.name}")
     if done.returncode:
         raise PreflightError(
-            f"the folder {workdir} cannot be made: {done.stderr.strip()}",
+            f"cannot create the folder {workdir}: {done.stderr.strip()}",
             where=f"host {shell.name}",
-            fix="make it there, or name another in clusters[0].workdir",
+            fix="create it there, or set clusters.0.workdir to another folder",
             id="files.workdir",
         )
     if done.stdout.splitlines()[-2:] == [machine_id(), str(Path.cwd().resolve())]:
@@ -154,23 +155,23 @@ def _copy(
 def _failure(shell: Shell, workdir: str, code: int, noise: str) -> PreflightError:
     if code == SSH_FAILED:
         return shell.failure(noise)
-    what = "rsync cannot be used, because the login there prints something also for commands"
-    fix = "let ~/.bashrc print only in a terminal, with this as its first line: "
+    what = "rsync does not work, because the shell there prints output without a terminal"
+    fix = "make ~/.bashrc print only in a terminal; its first line must be "
     fix += "[[ $- == *i* ]] || return"
     if "is your shell clean" not in noise:
         own = [line for line in noise.splitlines() if line.startswith("rsync")]
         lines = own or noise.strip().splitlines() or [f"exit code {code}"]
         what, fix = (
             f"rsync failed: {lines[0]}",
-            f"is there room in {workdir}, and may this user write there?",
+            f"check the free space in {workdir}, and that this user may write there",
         )
     return PreflightError(what, where=f"host {shell.name}", fix=fix, id="sync.rsync")
 
 
 def _no_rsync(where: str) -> PreflightError:
     return PreflightError(
-        "there is no program rsync, which clusters[0].sync needs",
+        "rsync, which clusters.0.sync needs, is not installed",
         where=where,
-        fix="sudo apt install rsync; or delete sync and copy the files yourself",
+        fix="run sudo apt install rsync, or delete clusters.0.sync and copy the files yourself",
         id="sync.rsync",
     )

@@ -1,9 +1,9 @@
-"""The first node of a task of SkyPilot: begins the run, then becomes its agent and coordinator.
+"""The first node of a task of SkyPilot: starts the run, then becomes its agent and coordinator.
 
     python -m isles.launch.skypilot.head RUN_FILE [KEY=VALUE …] < RUN_FILE
 
-The task has the run file's text on its standard input. Which nodes there are, and the token of the
-start, are in the environment.
+The task passes the run file's text on standard input. The list of nodes, and the token of the
+attempt, are in the environment.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from isles.run.records import clear_errors
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Begin the run, and go on as its agent; returns only where it cannot be begun."""
+    """Start the run, and continue as its agent; returns only if the run cannot be started."""
     parser = argparse.ArgumentParser(prog="python -m isles.launch.skypilot.head")
     parser.add_argument("run_file", type=Path)
     parser.add_argument("overrides", nargs="*")
@@ -49,20 +49,20 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _begin(options: argparse.Namespace, start: SkyStart, text: str) -> list[str]:
-    # The run directory and its records; returns the command of the agent.
+    # Makes the run directory and its records; returns the command of the agent.
     loaded = load_run_file(options.run_file, options.overrides, text=text)
     cluster = loaded.config.clusters[0]
     if len(start.addresses) != cluster.max_nodes:
         raise PreflightError(
-            f"SkyPilot has given {len(start.addresses)} nodes, and the run file asks for "
+            f"SkyPilot has provided {len(start.addresses)} nodes, but the run file requests "
             f"{cluster.max_nodes}",
             where="SKYPILOT_NODE_IPS",
-            fix="write the task file again: isles render --to skypilot",
+            fix="write the task file again with isles render --to skypilot",
             id="start.refused",
         )
     resolved = resolve_for_nodes(loaded)
     check_packages(resolved)
-    # SkyPilot starts a managed job again as it was: that goes on with what its first start began.
+    # SkyPilot restarts a managed job unchanged: it resumes the run of its first start.
     folder = Path(resolved.config.output_dir).expanduser()
     has_begun = find_attempt(folder, resolved.config.name, start.token) is not None
     resume = "auto" if has_begun else options.resume
@@ -79,7 +79,7 @@ def _begin(options: argparse.Namespace, start: SkyStart, text: str) -> list[str]
     command += ["--attempt", str(attempt.number)]
     with clear_errors(attempt.path):
         fleet.write(attempt)
-    # The agent takes the place of this process, and keeps its number.
+    # The agent replaces this process, and keeps its pid.
     write_launch(
         attempt,
         ProcessId.of(os.getpid()),

@@ -1,7 +1,7 @@
-"""A start by SkyPilot: the task file is submitted, and its job is read until the run has begun.
+"""A start by SkyPilot: submits the task file, and reads the log of its job until the run has
+started.
 
-What has been started is ended again where the start fails half-way: the job, and the machines if
-this start has made them.
+If the start fails halfway, it ends the job, and also the machines if it has created them.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from isles.run.env import SKY_JOIN, SKY_TOKEN, inherited
 
 _STARTED = re.compile(re.escape(STARTED) + r"\{.*\}")
 _JOB = re.compile(r"\bjob\b[^\n]*?\bID: *(\d+)", re.IGNORECASE)
-_COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 _ASK_S = 120.0
-"""Longest wait for sky to answer a question, or to end a job."""
+"""Longest wait for an answer of sky, or for sky to end a job."""
 
 _DOWN_S = 600.0
-"""Longest wait for machines to be given back."""
+"""Longest wait for sky to return machines."""
 
 _TAIL_LINES = 15
 
@@ -52,31 +52,31 @@ _TAIL_LINES = 15
 def start_skypilot(
     loaded: Loaded, launcher: SkypilotLauncherConfig, options: StartOptions
 ) -> Started | str:
-    """Start a run on nodes of SkyPilot, or say what would be done; of a managed job the text to
-    print, as the run is SkyPilot's to follow.
+    """Start a run on nodes of SkyPilot, or describe the start. For a managed job, returns the text
+    to print, because SkyPilot follows that run.
 
     Raises:
         ConfigErrors: every issue in the run file.
-        UserError: sky is not here, or does not start the run; nothing is left running then.
+        UserError: sky is not installed, or does not start the run; then nothing is left running.
     """
-    # The data is on the nodes, and the first of them looks for it.
+    # The data is on the nodes, and the first node checks it.
     resolved = resolve_for_nodes(loaded, needs_data=False)
     if launcher.managed and options.cluster:
         raise ConfigError(
             f"the cluster {options.cluster} is a managed job, which isles cannot follow",
             where=loaded.where("clusters.0.launcher.managed"),
-            fix="use managed: false, or start it by itself with a join line: isles join",
+            fix="set managed: false, or start it separately with isles join",
         )
     start = _SkyStart(loaded, launcher, options, resolved.device)
     if options.dry_run:
         words = shlex.join(start.submit_words("TASK.yaml"))
-        return f"{show(resolved).rstrip()}\n\n{words} would take this task:\n\n{start.task(None)}"
+        return f"{show(resolved).rstrip()}\n\n{words} would get this task:\n\n{start.task(None)}"
     start.look_for_secrets()
     return start.run()
 
 
 def cluster_name(loaded: Loaded, launcher: SkypilotLauncherConfig) -> str:
-    """Name of SkyPilot's cluster: always the same for a run file, so that its disks are found."""
+    """Name of SkyPilot's cluster: constant for a run file, so that its disks are found again."""
     own = loaded.config.clusters[0].name
     return launcher.cluster or f"isles-{loaded.config.name}" + (f"-{own}" * (own != "local"))
 
@@ -117,30 +117,31 @@ class _SkyStart:
         words = ["sky", "launch", "--cluster", self._name]
         if self._launcher.managed:
             words = ["sky", "jobs", "launch"]
-        # Without a value sky takes it from its environment, which no other user sees.
+        # Without a value sky reads it from its environment, which other users cannot see.
         given = [word for name in self._secrets for word in ("--secret", name)]
         return [*words, "--yes", "--detach-run", *given, path]
 
     def look_for_secrets(self) -> None:
-        """Refuse a start whose secrets are not in this environment, or without sky."""
+        """Refuse a start if its secrets are missing in this environment, or sky is not
+        installed."""
         for index, name in enumerate(self._launcher.secrets):
             if not self._environ.get(name):
                 raise ConfigError(
-                    f"{name} is not set in this shell, and the nodes are to get it",
+                    f"{name} is not set in this shell, but the nodes need it",
                     where=self._loaded.where(f"clusters.0.launcher.secrets.{index}"),
-                    fix=f"export {name}=…, or delete it from secrets",
+                    fix=f"run export {name}=…, or delete it from secrets",
                 )
         if shutil.which("sky") is None:
             raise PreflightError(
-                "there is no program sky on this machine",
+                "sky is not installed on this machine",
                 where=self._loaded.where("clusters.0.launcher.kind", "clusters.0.launcher"),
-                fix="pip install 'skypilot[aws]', or with the extra of your cloud, into an "
-                "environment of its own whose bin is on PATH; then: sky check",
+                fix="run pip install 'skypilot[aws]', or with the extra of your cloud, in a "
+                "separate environment whose bin is on PATH; then run sky check",
                 id="queue.commands",
             )
 
     def run(self) -> Started | str:
-        """Submit the task, and wait until the run has begun."""
+        """Submit the task, and wait until the run has started."""
         print_line, managed = self._options.print_line, self._launcher.managed
         with interruptible() as hand_back, tempfile.TemporaryDirectory(prefix="isles-sky-") as made:
             wheel, path = Path(made) / wheel_name(), Path(made) / "task.yaml"
@@ -158,14 +159,18 @@ class _SkyStart:
         if begun is None:
             return self._managed_text()
         if begun.version != __version__:
-            print_line(f"warning: isles is {begun.version} there, and {__version__} here")
+            print_line(
+                f"warning: isles is version {begun.version} there, but {__version__} on this "
+                "machine"
+            )
         if self._launcher.autostop is None:
             print_line(
-                f"its machines stay until `sky stop {self._name}` or `sky down {self._name}`"
+                f"its machines keep running until `sky stop {self._name}` or `sky down "
+                f"{self._name}`"
             )
         there = node_cluster(self._loaded.config.clusters[0])
         assert there.workdir is not None
-        # SkyPilot's backend for Slurm gives a job a home that a command of ssh has not.
+        # SkyPilot's backend for Slurm gives a job a home that ssh commands do not have.
         home = [f"export HOME={shlex.quote(begun.home)}"] if begun.home else []
         lines = [*home, *setting_lines(there, there.workdir)]
         num = there.max_nodes
@@ -184,10 +189,10 @@ class _SkyStart:
 
         code = self._stream(words, take)
         if code != 0:
-            raise self._failed("sky does not start the task", code, lines)
+            raise self._failed("sky could not start the task", code, lines)
 
     def _begun(self) -> Announced:
-        # The run that the first node has begun, as the log of the job says.
+        # The run that the first node has started, from the log of the job.
         announced: list[str] = []
         lines: deque[str] = deque(maxlen=_TAIL_LINES)
 
@@ -202,23 +207,23 @@ class _SkyStart:
         words = ["sky", "logs", self._name, *([self._job] if self._job else [])]
         code = self._stream(words, take)
         if not announced:
-            raise self._failed("the job has ended before the run had begun", code, lines)
+            raise self._failed("the job ended before the run started", code, lines)
         return read_started(
             announced[0],
             where=f"sky ({self._name})",
-            fix=f"`sky logs {self._name}` has the whole line; an isles of environment.packages "
-            "must be the isles of this machine",
+            fix=f"see the whole line with `sky logs {self._name}`. If environment.packages has "
+            "isles, it must be this machine's version",
         )
 
     def _stream(self, words: list[str], take: Callable[[str], object]) -> int | None:
-        # Run a command until it ends, or `take` returns True; its exit code, None: it was late.
+        # Run a command until it ends, or `take` returns True; its exit code, None: timeout.
         process = subprocess.Popen(
             words,
             env=self._environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # a Ctrl+C is for this start, which ends it
+            start_new_session=True,  # Ctrl+C is for this start, which ends sky
         )
         late = threading.Event()
 
@@ -232,7 +237,7 @@ class _SkyStart:
         assert process.stdout is not None
         try:
             for raw in process.stdout:
-                line = _COLOURS.sub("", raw.decode(errors="replace")).rstrip("\r\n ")
+                line = _COLORS.sub("", raw.decode(errors="replace")).rstrip("\r\n ")
                 if line and take(line.rpartition("\r")[2]):
                     return 0
             code = process.wait()
@@ -244,27 +249,27 @@ class _SkyStart:
             process.stdout.close()
 
     def _failed(self, what: str, code: int | None, lines: deque[str]) -> UserError:
-        words = "\n".join(f"    {line}" for line in lines) or "    (not a word)"
-        fix = "mend what it says; `isles train --dry-run` shows the task"
+        words = "\n".join(f"    {line}" for line in lines) or "    (no output)"
+        fix = "fix the error above; see the task with `isles train --dry-run`"
         if code is None:
             limit = format_duration(self._launcher.launch_timeout)
-            what = f"SkyPilot has not begun the run within {limit}"
-            fix = f"`sky status` and `sky queue {self._name}` say what it waits for; "
-            fix += "clusters[0].launcher.launch_timeout waits longer"
+            what = f"SkyPilot did not start the run within {limit}"
+            fix = f"see `sky status` and `sky queue {self._name}`; to wait longer, raise "
+            fix += "clusters.0.launcher.launch_timeout"
         return PreflightError(
-            f"{what}; its last words:\n{words}",
+            f"{what}; its last output was:\n{words}",
             where=f"sky ({self._name})",
             fix=fix,
             id="start.failed",
         )
 
     def _is_there(self) -> bool:
-        # Whether SkyPilot has a cluster of this name already, which is not this start's to end.
+        # Whether SkyPilot already has a cluster of this name, which this start must not end.
         done = self._ask(["sky", "status", "--no-show-managed-jobs", self._name])
         return done is None or bool(re.search(rf"^{re.escape(self._name)}\s", done, re.M))
 
     def _give_up(self) -> None:
-        # End what this start has begun: the job, or the machines with it.
+        # End the job of this start, or the machines with it.
         managed = self._launcher.managed
         if not managed and not self._was_there:
             words = ["sky", "down", "--yes", self._name]
@@ -272,17 +277,17 @@ class _SkyStart:
             where = ["jobs", "cancel", "--yes"] if managed else ["cancel", "--yes", self._name]
             words = ["sky", *where, self._job]
         else:
-            # Its server goes on with what it was told; other jobs may have the same name.
+            # Its server continues with the request; other jobs may have the same name.
             queue = "sky jobs queue" if managed else f"sky queue {self._name}"
-            self._options.warn(f"SkyPilot may have taken the job all the same: see {queue}")
+            self._options.warn(f"SkyPilot may have accepted the job after all; check with {queue}")
             return
         self._options.print_line(shlex.join(words))
-        # A cluster that sky has never made, or taken back itself, cannot be ended.
+        # A cluster that sky has never created, or has removed itself, cannot be ended.
         if self._ask(words, _DOWN_S) is None and (managed or self._is_there()):
-            self._options.warn(f"{shlex.join(words)} has failed: type it by hand")
+            self._options.warn(f"{shlex.join(words)} failed; run it manually")
 
     def _ask(self, words: list[str], timeout_s: float = _ASK_S) -> str | None:
-        # What a command prints; None: it has failed, or not ended in time.
+        # Output of a command; None: it failed, or did not end in time.
         with suppress(OSError, subprocess.TimeoutExpired):
             done = subprocess.run(
                 words,
@@ -295,14 +300,14 @@ class _SkyStart:
                 check=False,
                 start_new_session=True,
             )
-            return _COLOURS.sub("", done.stdout) if done.returncode == 0 else None
+            return _COLORS.sub("", done.stdout) if done.returncode == 0 else None
         return None
 
     def _managed_text(self) -> str:
         job = self._job or "N"
         return (
             f"{self._loaded.config.name} is managed job {self._job or '(its number is above)'} of "
-            f"SkyPilot, which starts it again when its nodes are taken away:\n"
+            f"SkyPilot, which restarts it when its nodes are taken away:\n"
             f"  sky jobs queue · sky jobs logs {job} · sky jobs cancel {job}"
         )
 

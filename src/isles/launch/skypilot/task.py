@@ -1,4 +1,4 @@
-"""Task files of SkyPilot: the nodes of a cluster, what is set up there, and an agent on each."""
+"""Task files of SkyPilot: the nodes of a cluster, their setup, and an agent on each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from isles.launch.ssh.environment import python_of, quoted, setting_lines
 from isles.run.env import SKY_JOIN, SKY_TOKEN
 
 WORKDIR = "~/sky_workdir"
-"""Where SkyPilot puts the workdir of a task, and where its commands begin."""
+"""Folder where SkyPilot puts the workdir of a task, and where its commands start."""
 
 _VENV = "~/.isles/venv"
 _WHEELS = "~/.isles/wheels"
@@ -27,15 +27,16 @@ _WHEELS = "~/.isles/wheels"
 
 @dataclass(frozen=True, slots=True)
 class TaskText:
-    """What a task is made from, besides the run file.
+    """Values of a task that are not in the run file.
 
     Args:
-        launcher: the section; where the run file has another launcher, one that fits it.
+        launcher: the launcher section; if the run file has another launcher, a section that fits
+            it.
         overrides: of the command line, for the first node.
         device: cuda or cpu.
-        wheel: path here of isles as a wheel; None: pip knows isles.
+        wheel: local path of isles as a wheel; None: pip can install isles.
         has_join: whether the start has a join line.
-        notes: comments at the head.
+        notes: comments at the top.
     """
 
     launcher: SkypilotLauncherConfig
@@ -49,7 +50,7 @@ class TaskText:
 
 
 def node_cluster(cluster: ClusterConfig) -> ClusterConfig:
-    """The cluster as its nodes see it: its folder and its Python are there for certain."""
+    """The cluster as its nodes see it: with the folder and the Python of the task."""
     environment = cluster.environment
     if not _names_python(cluster):
         environment = environment.model_copy(update={"venv": _VENV})
@@ -58,7 +59,7 @@ def node_cluster(cluster: ClusterConfig) -> ClusterConfig:
 
 
 def task_file(loaded: Loaded, task: TaskText) -> str:
-    """The text of the task file: YAML, with no secret in it."""
+    """The text of the task file: YAML, without secrets."""
     config, cluster = loaded.config, loaded.config.clusters[0]
     ranks = ranks_text(int(cluster.gpus_per_node), task.device)
     size = f"1 node with {ranks}" if cluster.max_nodes == 1 else f"{cluster.max_nodes} nodes with "
@@ -69,7 +70,7 @@ def task_file(loaded: Loaded, task: TaskText) -> str:
 
 
 def secret_names(launcher: SkypilotLauncherConfig, *, has_join: bool) -> list[str]:
-    """Variables that the task gets as secrets: that of the token of the start, and the user's."""
+    """Variables that the task gets as secrets: the token of the attempt, and the user's secrets."""
     return [SKY_TOKEN, *([SKY_JOIN] if has_join else []), *launcher.secrets]
 
 
@@ -79,7 +80,7 @@ def _content(loaded: Loaded, task: TaskText) -> dict[str, Any]:
     if launcher.workdir is not None:
         content["workdir"] = launcher.workdir
     content["resources"] = _resources(config.clusters[0], task)
-    # A secret without a value is asked for: sky refuses the task where it is given none.
+    # A secret without a value is required: sky refuses the task if the value is missing.
     names = secret_names(launcher, has_join=task.has_join)
     content["secrets"] = dict.fromkeys(names)
     mounts = dict(launcher.file_mounts)
@@ -106,8 +107,8 @@ def _resources(cluster: ClusterConfig, task: TaskText) -> dict[str, Any]:
     recovery = dict(given) if isinstance(given, dict) else {"strategy": given} if given else {}
     codes = recovery.get("recover_on_exit_codes") or []
     codes = [codes] if isinstance(codes, int) else list(codes)
-    # A managed job that has saved and may go on, such as one whose nodes are taken, is started
-    # again; other jobs do not heed it.
+    # A managed job that has saved and may continue, such as a job whose nodes are taken away, is
+    # restarted; other jobs ignore this.
     recovery["recover_on_exit_codes"] = sorted({*codes, int(ExitCode.REQUEUE)})
     return {**resources, "job_recovery": recovery}
 
@@ -132,7 +133,7 @@ def _setup(loaded: Loaded, task: TaskText) -> str:
     if task.wheel is not None:
         wheel = f"{_WHEELS}/{wheel_name()}"
         isles = f'"isles[{extras}] @ file://$HOME{wheel[1:]}"'
-        # It puts this very code there, also over the same version of another day.
+        # Installs exactly this code, even over an older build of the same version.
         again = [f"{pip} --no-deps --force-reinstall {wheel} || exit 1"]
     packages = "".join(f" {shlex.quote(name)}" for name in cluster.environment.packages)
     lines = make_lines(there.environment, there.workdir or WORKDIR)

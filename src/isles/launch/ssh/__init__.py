@@ -1,8 +1,8 @@
 """Named hosts over plain ssh.
 
 `start.py` starts an agent on every host: it opens a channel to each (`channel.py`: JSON lines on
-the standard streams of one ssh), at whose other end `node.py` answers; `hosts.py` asks all for
-their facts (`facts.py`), compares them, and finds addresses and ranks. `shell.py` runs a command
-here or there and explains what ssh says; `environment.py` has the lines of bash that come before
-Python. Open `start.py` first.
+the standard streams of one ssh), which `node.py` serves on the host. `hosts.py` queries all hosts
+for their facts (`facts.py`), compares them, and determines addresses and ranks. `shell.py` runs a
+local or remote command and explains ssh's errors. `environment.py` has the lines of bash that come
+before Python. Open `start.py` first.
 """

@@ -1,7 +1,7 @@
-"""Questions to a process on a node and its answers: one JSON object a line, over any streams.
+"""Requests to a process on a node and its answers: one JSON object per line, over any streams.
 
-`serve` is the end on the node, `Channel` the one that asks; `open_channel` starts a process that
-serves, here or over ssh, and explains why it could not.
+`serve` is the end on the node, `Channel` the end that sends requests. `open_channel` starts a
+process that serves, locally or over ssh, and explains failures.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from isles.launch.ssh.shell import SSH_FAILED, Shell, python_failure
 Operation = Callable[[dict[str, Any]], dict[str, Any]]
 
 READY = "ISLES-NODE"
-"""Begins the first line of the answers; what a login prints before it is skipped."""
+"""Prefix of the first answer; output of a login shell before it is skipped."""
 
 _CLOSE_S = 5.0
 _LINE_BYTES = 64 * 2**20
-"""The longest answer that is read: a host may send a line without end."""
+"""Longest answer: a host may send an endless line."""
 
 
 def serve(operations: Mapping[str, Operation]) -> int:
-    """Answer on stdout what is asked on stdin, each question in a thread, until stdin is closed:
-    nothing is left behind when the connection is lost, but what an operation has started.
+    """Answer requests from stdin on stdout, each in a thread, until stdin is closed. After a lost
+    connection, only processes that an operation has started remain.
 
     Args:
-        operations: by name; each takes and returns what JSON can hold.
+        operations: by name; each takes and returns JSON values.
     """
-    # What the operations print must not be taken for answers.
+    # Output of the operations must not be mistaken for answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
     lock = threading.Lock()
@@ -55,7 +55,7 @@ def serve(operations: Mapping[str, Operation]) -> int:
 
 
 def error_words(error: UserError) -> dict[str, Any]:
-    """A user error as an answer carries it."""
+    """A user error in the form of an answer."""
     return {
         "what": error.what,
         "where": error.where,
@@ -94,14 +94,14 @@ def _answer(
     try:
         if work is None:
             raise UserError(
-                f"this isles does not know {question['op']!r}",
-                fix="install the same isles on all hosts: isles setup",
+                f"this version of isles does not know {question['op']!r}",
+                fix="install the same isles on all hosts with isles setup",
                 id="version.isles",
             )
         reply["result"] = work(question["args"])
     except UserError as error:
         reply["error"] = error_words(error)
-    except Exception as error:  # the process' edge: the asker shows it
+    except Exception as error:  # the process' edge: the other end reports it
         found = UserError(f"{type(error).__name__}: {error}")
         reply["error"] = {**error_words(found), "traceback": traceback.format_exc()}
     with lock:
@@ -109,13 +109,13 @@ def _answer(
 
 
 class Channel:
-    """Questions to one node, answered in any order. Closing it ends the process there.
+    """Requests to one node, answered in any order. Closing the channel ends the process there.
 
     Args:
-        reader: brings what `serve` writes there.
-        writer: takes the questions.
-        lost: called once, when the answers end, with whether the node was ever ready: what is
-            raised for every question without an answer.
+        reader: stream with the output of `serve`.
+        writer: stream for the requests.
+        lost: called once, when the answers end, with whether the node was ever ready; returns the
+            error for every unanswered request.
         end: closes the streams.
     """
 
@@ -144,7 +144,7 @@ class Channel:
         self.close()
 
     def ask(self, op: str, **args: Any) -> Future[dict[str, Any]]:
-        """Ask without waiting; the future raises UserError, as `call` does."""
+        """Send a request without waiting; the future raises UserError, as `call` does."""
         future: Future[dict[str, Any]] = Future()
         with self._lock:
             if self._failure is not None:
@@ -153,39 +153,40 @@ class Channel:
             self._number += 1
             self._waiting[self._number] = future
             line = json.dumps({"id": self._number, "op": op, "args": args}) + "\n"
-            with suppress(OSError, ValueError):  # the node is gone: the reader finds that out
+            with suppress(OSError, ValueError):  # the node is gone: the reader detects that
                 self._writer.write(line.encode())
                 self._writer.flush()
         return future
 
     def call(self, op: str, *, timeout_s: float, **args: Any) -> dict[str, Any]:
-        """Ask, and wait for the answer.
+        """Send a request, and wait for the answer.
 
         Raises:
-            UserError: what the node says is wrong, with its name.
+            UserError: an error of the node, with its name.
             PreflightError: the host cannot be reached, has no isles, or does not answer in time.
         """
         return self.wait(self.ask(op, **args), op, timeout_s)
 
     def wait(self, future: Future[dict[str, Any]], op: str, timeout_s: float) -> dict[str, Any]:
-        """Wait for the answer to a question; errors as `call`."""
+        """Wait for the answer to a request; errors as in `call`."""
         try:
             return future.result(timeout=timeout_s)
         except NoAnswer:
             raise PreflightError(
                 f"no answer to `{op}` within {timeout_s:.0f} s",
                 where=f"host {self.name}",
-                fix="is it overloaded, or the connection cut? try again, or leave the host out",
+                fix="check the load of the host and the connection; then try again, or remove the "
+                "host",
                 id="host.answers",
             ) from None
 
     def close(self) -> None:
-        """End the conversation; the process there ends with it."""
+        """Close the channel; the process there ends with it."""
         self._end()
 
     def _read(self) -> None:
         is_ready = False
-        with suppress(OSError, ValueError):  # the connection is cut, or was closed here
+        with suppress(OSError, ValueError):  # the connection is lost, or was closed here
             while raw := self._reader.readline(_LINE_BYTES):
                 line = raw.decode(errors="replace")
                 if is_ready:
@@ -205,7 +206,7 @@ class Channel:
         try:
             reply = parse_answer(_Reply, line)
         except ValueError:
-            return  # torn by the end of the connection, or not from isles: the question times out
+            return  # cut off by the end of the connection, or not from isles: the request times out
         if reply.result is None and reply.error is None:
             return
         with self._lock:
@@ -227,16 +228,16 @@ def open_channel(
     name: str = "",
     container: Mapping[str, Any] | None = None,
 ) -> Channel:
-    """Start a process that serves, here or over ssh.
+    """Start a process that serves, on this machine or over ssh.
 
     Args:
-        shell: where the node is.
-        lines: lines of bash that come first, of `setting_lines`.
-        module: what serves.
-        container: in which it does, a record of `isles.launch.container`.
+        shell: the node's shell.
+        lines: lines of bash that come first, from `setting_lines`.
+        module: the module that serves.
+        container: the process' container, a record of `isles.launch.container`.
 
     Raises:
-        PreflightError: there is no ssh on this machine.
+        PreflightError: this machine has no ssh.
     """
     words = [python, "-m", module]
     if container is not None:
@@ -259,22 +260,22 @@ def open_channel(
             return failure
         if was_ready:
             return PreflightError(
-                f"the process that answered there has ended (exit status {code})",
+                f"isles' process there exited (exit status {code})",
                 where=f"host {host}",
-                fix="somebody killed it, or the machine ran out of memory: see dmesg | tail",
+                fix="it was killed, or the machine ran out of memory; run dmesg | tail there",
                 id="host.answers",
             )
         words = noise.strip().splitlines() or [f"exit status {code}"]
         return python_failure(host, python, code, noise) or PreflightError(
-            f"the environment cannot be set up there: {words[-1]}",
+            f"cannot set up the environment there: {words[-1]}",
             where=f"host {host}",
-            fix="correct setup, modules, venv or conda in clusters[0].environment"
-            + (f"; by hand: {shell.by_hand}" if shell.by_hand else ""),
+            fix="correct setup, modules, venv or conda in clusters.0.environment"
+            + (f", and test with {shell.by_hand}" if shell.by_hand else ""),
             id="python.runs",
         )
 
     def end() -> None:
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # it has exited
             writer.close()
         try:
             process.wait(timeout=_CLOSE_S)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # a node uses this file without run files, whose classes take long to import
+if TYPE_CHECKING:  # nodes use this file without the config classes, which are slow to import
     from isles.config.sections.cluster import ClusterConfig, EnvironmentConfig, NetworkConfig
     from isles.config.sections.run import RunConfig
 
@@ -17,21 +17,21 @@ _FIND_CONDA = "type conda >/dev/null 2>&1 || PATH=$PATH:" + ":".join(
     for place in ("~/miniforge3", "~/miniconda3", "~/mambaforge", "~/anaconda3", "/opt/conda")
 )
 _CONDA_FAILED = (
-    "Failed to activate conda environment: is conda on PATH, and the environment on this node?"
+    "Failed to activate conda environment (conda must be on PATH, and the environment on this node)"
 )
 
 _PROFILES = {
     "auto": {},
     "infiniband": {"NCCL_IB_DISABLE": "0"},
-    # The index of the GID is a matter of RoCE; on InfiniBand it would choose a wrong one.
+    # The GID index is for RoCE only; on InfiniBand it would select a wrong GID.
     "roce": {"NCCL_IB_DISABLE": "0", "NCCL_IB_GID_INDEX": "3"},
     "ethernet": {"NCCL_IB_DISABLE": "1"},
 }
 
 
 def setting_lines(cluster: ClusterConfig, workdir: str, *, is_login: bool = False) -> list[str]:
-    """What a script or a remote command begins with, one line of bash each; `set -e` is not
-    assumed, and every line that can fail says so in words and ends the shell with 1.
+    """Setup at the start of a script or remote command, one line of bash each. The lines do not
+    need `set -e`: every line that can fail prints an error and ends the shell with 1.
 
     Args:
         is_login: whether a login shell reads them, as in the job scripts.
@@ -51,9 +51,9 @@ def setting_lines(cluster: ClusterConfig, workdir: str, *, is_login: bool = Fals
 
 
 def tool_lines(environment: EnvironmentConfig, *, is_login: bool = False) -> list[str]:
-    """What comes before the Python environment itself: the user's own lines, modules, conda.
+    """Lines before the Python environment itself: the user's own lines, modules, conda.
 
-    A shell that ssh starts for a command is no login shell, and often knows neither the command
+    A shell that ssh starts for a command is not a login shell. Often it has neither the command
     module, which /etc/profile defines, nor conda, which an interactive ~/.bashrc puts on PATH.
     """
     lines = [_FIND_MODULE] if environment.modules and not is_login else []
@@ -63,7 +63,7 @@ def tool_lines(environment: EnvironmentConfig, *, is_login: bool = False) -> lis
 
 
 def python_of(environment: EnvironmentConfig) -> str:
-    """Python on the nodes, as typed after `setting_lines`."""
+    """Python on the nodes, as a command after `setting_lines`."""
     if environment.python is not None:
         return environment.python
     if environment.venv is not None or environment.conda is not None:
@@ -72,16 +72,16 @@ def python_of(environment: EnvironmentConfig) -> str:
 
 
 def quoted(path: str) -> str:
-    """A path as a word of bash on a node; a leading ~/ is the home of the user there."""
+    """A path as a word of bash on a node; a leading ~/ is the user's home there."""
     if path in ("~", "~/"):
         return "~"
     return f"~/{shlex.quote(path[2:])}" if path[:2] == "~/" else shlex.quote(path)
 
 
 def path_elsewhere(run_dir: Path, config: RunConfig) -> str:
-    """A run directory as the other hosts of the run name it; asked of its own host.
+    """Path of a run directory for the other hosts of the run; called on its own host.
 
-    Where the run file has it in a home, it is in the home of each host's own user.
+    If the run directory is in a home, it is in the home of each host's own user.
     """
     workdir = config.clusters[0].workdir or ""
     is_relative = not Path(config.output_dir).is_absolute()
@@ -93,15 +93,15 @@ def path_elsewhere(run_dir: Path, config: RunConfig) -> str:
 
 
 def network_variables(network: NetworkConfig, interface: str | None, device: str) -> dict[str, str]:
-    """Variables of gloo and NCCL that the ranks of one node need to reach the others; those of the
-    user (`environment.variables`) are to win over them.
+    """Variables of gloo and NCCL that the ranks of one node need to reach the others; variables of
+    the user (`environment.variables`) must override them.
 
     Args:
-        interface: the interface that has the node's address; None: not known. One that the section
-            names wins.
+        interface: the interface with the node's address; None: unknown. An interface in `network`
+            overrides it.
     """
     name = network.interface or interface
-    # Ranks on GPUs also use gloo: for what is small, and for checkpoints beside training.
+    # Ranks on GPUs also use gloo: for small messages, and for checkpoints during training.
     variables = {"GLOO_SOCKET_IFNAME": name} if name else {}
     if device == "cuda":
         variables |= {"NCCL_SOCKET_IFNAME": name} if name else {}
@@ -110,7 +110,7 @@ def network_variables(network: NetworkConfig, interface: str | None, device: str
 
 
 def network_line(network: NetworkConfig, interface: str | None, device: str) -> str:
-    """The choice in one line, for the user."""
+    """Text about the choice, one line, for the user."""
     variables = network_variables(network, interface, device)
     words = " ".join(f"{name}={value}" for name, value in variables.items())
-    return f"network {network.profile}: {words or 'left to gloo and NCCL'}"
+    return f"network {network.profile}: {words or 'chosen by gloo and NCCL'}"

@@ -25,20 +25,21 @@ from isles.launch.worker import NEEDED_TO_TRAIN
 from isles.run.env import usable_cores
 
 PACKAGES = (*NEEDED_TO_TRAIN, "datasets", "peft", "deepspeed", "bitsandbytes")
-"""Compared between hosts, where a host has them."""
+"""Packages compared between hosts that have them."""
 
 
 def node_facts(args: dict[str, Any]) -> dict[str, Any]:
     """Facts about this machine.
 
     Args:
-        args: `port`: the first of a hundred ports of which a free one is wanted (optional).
+        args: `port` (optional): first of a hundred ports, to find a free port.
 
     Returns:
         host, pid, executable, python, isles, code, packages (name -> version), missing (packages
-        that training needs), gpus, gpu_warning, num_cores, networks (interface, address and prefix
-        of each that is up, without the loopback), reached_at, machine_id, and port where one was
-        asked for (None: all are taken).
+        for training that are not installed), gpus, gpu_warning, num_cores, networks (interface,
+        address and prefix of each active network, without the loopback), reached_at, machine_id,
+        and
+        port if requested (None: all are taken).
     """
     finding, versions = find_gpus(), fingerprint()
     facts: dict[str, Any] = {
@@ -63,7 +64,7 @@ def node_facts(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def free_port(first: int, count: int = 100) -> int | None:
-    """The first of `count` ports on which a server can listen; None where all are taken."""
+    """The first free port out of `count`; None if all are taken."""
     for port in range(first, first + count):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             try:
@@ -75,17 +76,17 @@ def free_port(first: int, count: int = 100) -> int | None:
 
 
 def port_taken(first: int, host: str) -> PreflightError:
-    """What to raise where `free_port` has found none."""
+    """The error for a host on which `free_port` found no port."""
     return PreflightError(
-        f"all ports from {first} to {first + 99} are taken",
+        f"all ports from {first} to {first + 99} are in use",
         where=f"host {host}",
-        fix="set clusters[0].network.port to the first of a hundred others",
+        fix="set clusters.0.network.port to the first port of another range of a hundred",
         id="port.taken",
     )
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface of this machine that has an address; None: there is none."""
+    """The network interface of this machine with this address; None if no interface has it."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in addresses):
             return name
@@ -107,13 +108,13 @@ def _networks() -> list[dict[str, Any]]:
 
 
 def reached_at() -> str | None:
-    """This machine's address in the ssh connection, which sshd leaves in the environment."""
+    """This machine's address in the ssh connection, from sshd's environment variable."""
     words = os.environ.get("SSH_CONNECTION", "").split()
     return words[2] if len(words) == 4 else None
 
 
 def machine_id() -> str:
-    """Equal for two names of one machine; empty where it cannot be read."""
+    """Equal for two names of the same machine; empty if it cannot be read."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -122,7 +123,8 @@ def machine_id() -> str:
 
 
 def fingerprint() -> dict[str, str]:
-    """What is to be equal on all hosts: versions by name, and `code`, a digest of isles' files."""
+    """Values that must be equal on all hosts: versions by name, and `code`, a digest of isles'
+    files."""
     found = {"python": platform.python_version(), "isles": __version__, "code": code_digest()}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -135,16 +137,16 @@ def code_files() -> list[tuple[str, bytes]]:
     root = Path(isles.__file__).parent
     paths = []
     for folder, inner, names in os.walk(root):
-        # Not entered at all: another process may write or remove it at this moment.
+        # Never entered: another process may write or remove it at any time.
         inner[:] = [name for name in inner if name != "__pycache__"]
         paths += [Path(folder, name) for name in names]
-    # A copy of this folder alone holds a link to a page that is not there.
+    # A copy of only this folder has a broken link to a page.
     there = (path for path in sorted(paths) if path.is_file())
     return [(path.relative_to(root).as_posix(), path.read_bytes()) for path in there]
 
 
 def code_digest() -> str:
-    """Equal on two hosts where the code is, whatever the version says."""
+    """Equal on two hosts with equal code, whatever the version."""
     return digest_of(code_files())
 
 

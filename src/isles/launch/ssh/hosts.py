@@ -1,4 +1,5 @@
-"""The hosts of an ssh launcher: reached at once, asked for their facts, compared, and addressed."""
+"""The hosts of an ssh launcher: connected in parallel, queried for facts, compared, and
+addressed."""
 
 from __future__ import annotations
 
@@ -30,15 +31,15 @@ from isles.launch.ssh.shell import Shell, on_all
 Warn = Callable[[str], object]
 
 _ANSWER_S = 30.0
-"""Longest wait for a host's facts once ssh has connected; Python may come from a slow disk."""
+"""Longest wait for a host's facts after ssh has connected; Python may be on a slow disk."""
 
 _BETTER_SAME = ("transformers", "safetensors", "datasets", "peft", "deepspeed")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Host:
-    """One host that has answered: its number, its entry in the run file, a channel to ask it more,
-    and its facts (`node_facts`)."""
+class SshHost:
+    """A connected host: its number, its entry in the run file, its channel, and its facts
+    (`node_facts`)."""
 
     node: int
     given: HostConfig
@@ -47,17 +48,17 @@ class Host:
 
     @property
     def name(self) -> str:
-        """As the run file has it."""
+        """Name of the host in the run file."""
         return self.given.ssh
 
 
 def connect(
     cluster: ClusterConfig, workdir: str, stack: ExitStack, *, timeout_s: float
 ) -> list[Channel]:
-    """A channel to every host, opened at once; `stack` closes them.
+    """Channels to all hosts, opened in parallel; `stack` closes them.
 
     Raises:
-        PreflightError: there is no ssh on this machine.
+        PreflightError: this machine has no ssh.
     """
     lines, python = setting_lines(cluster, workdir), python_of(cluster.environment)
 
@@ -75,10 +76,10 @@ def connect(
 def gather(
     asked: Sequence[tuple[Channel, Future[dict[str, Any]]]], op: str, timeout_s: float
 ) -> list[dict[str, Any]]:
-    """The answers to questions to several hosts.
+    """The answers to requests to several hosts.
 
     Raises:
-        PreflightError: what is wrong, of every host that has not answered well.
+        PreflightError: the errors of all hosts that failed.
     """
     answers, failures = on_all(asked, lambda pair: pair[0].wait(pair[1], op, timeout_s))
     refuse([failure for _, failure in failures], len(asked))
@@ -86,7 +87,7 @@ def gather(
 
 
 def refuse(failures: Sequence[UserError], num_hosts: int) -> None:
-    """Raise all failures as one; nothing where there are none."""
+    """Raise all failures as one error; does nothing if there are no failures."""
     if not failures:
         return
     if len(failures) == 1:
@@ -99,16 +100,17 @@ def refuse(failures: Sequence[UserError], num_hosts: int) -> None:
 
 def ask_facts(
     config: RunConfig, channels: Sequence[Channel], warn: Warn, needed: Sequence[str]
-) -> list[Host]:
+) -> list[SshHost]:
     """The facts of all hosts, compared.
 
     Args:
-        warn: takes what is not as it should be, and no reason to stop.
-        needed: packages without which nothing can run there.
+        warn: prints a warning about differences that need not stop the start.
+        needed: packages that must be installed.
 
     Raises:
-        PreflightError: hosts that do not answer, lack what training needs, are one machine, or
-            differ in what must be equal; all of them together.
+        PreflightError: hosts that do not answer, lack packages for training, are the same machine,
+            or
+            differ in versions that must be equal; all errors together.
     """
     cluster = config.clusters[0]
     launcher = cluster.launcher
@@ -119,37 +121,37 @@ def ask_facts(
     limit_s = _ANSWER_S if container is None else ANSWER_S
     facts = gather(asked, "facts", launcher.connect_timeout + limit_s)
     places = zip(cluster.hosts, channels, facts, strict=True)
-    hosts = [Host(node, *place) for node, place in enumerate(places)]
+    hosts = [SshHost(node, *place) for node, place in enumerate(places)]
     compare(hosts, needed, warn)
     return hosts
 
 
-def compare(hosts: Sequence[Host], needed: Sequence[str], warn: Warn) -> None:
-    """See whether the hosts are several machines, equal in what must be; errors as `ask_facts`."""
+def compare(hosts: Sequence[SshHost], needed: Sequence[str], warn: Warn) -> None:
+    """Check that the hosts are different machines with equal versions; errors as in `ask_facts`."""
     refuse(list(_unfit(hosts, needed)), len(hosts))
     here = code_digest()
     for host in hosts:
         if host.facts["gpu_warning"]:
             warn(f"host {host.name}: {host.facts['gpu_warning']}")
         if host.facts["code"] != here:
-            warn(f"host {host.name} has other code of isles {__version__} than this machine")
+            warn(f"the code of isles {__version__} on host {host.name} differs from this machine's")
     for package in _BETTER_SAME:
         versions = {host.name: host.facts["packages"].get(package, "none") for host in hosts}
         if len(set(versions.values())) > 1:
             words = ", ".join(f"{version} on {name}" for name, version in versions.items())
-            warn(f"the hosts differ in {package}: {words}; isles setup makes them equal")
+            warn(f"the hosts differ in {package}: {words} (isles setup makes them equal)")
 
 
-def _unfit(hosts: Sequence[Host], needed: Sequence[str]) -> Iterator[PreflightError]:
-    first: dict[str, Host] = {}
+def _unfit(hosts: Sequence[SshHost], needed: Sequence[str]) -> Iterator[PreflightError]:
+    first: dict[str, SshHost] = {}
     for host in hosts:
         facts = host.facts
         other = first.setdefault(facts["machine_id"] or host.name, host)
         if other is not host:
             yield PreflightError(
-                f"{other.name} and {host.name} are one machine, {facts['host']}",
+                f"{other.name} and {host.name} are the same machine, {facts['host']}",
                 where=f"host {host.name}",
-                fix="name it once; gpus says how many ranks it has",
+                fix="list it once, and set its number of ranks with gpus",
                 id="host.duplicate",
             )
         if (image := facts.get("image")) is not None:
@@ -161,13 +163,13 @@ def _unfit(hosts: Sequence[Host], needed: Sequence[str]) -> Iterator[PreflightEr
             yield PreflightError(
                 f"packages are not installed for {facts['executable']}: {', '.join(missing)}",
                 where=f"host {host.name}",
-                fix="isles setup run.yaml installs them; or name the right Python in "
-                "clusters[0].environment",
+                fix="run isles setup run.yaml, which installs them; or set the right Python in "
+                "clusters.0.environment",
                 id="packages.missing",
             )
         if facts["isles"] != __version__:
-            yield _odd(host, "isles", facts["isles"], f"{__version__} here")
-    # Another Python or torch than most hosts have.
+            yield _odd(host, "isles", facts["isles"], f"{__version__}, as on this machine")
+    # A version of Python or torch that differs from most hosts.
     torches = [host.facts["packages"].get("torch", "none") for host in hosts]
     pythons = [".".join(host.facts["python"].split(".")[:2]) for host in hosts]
     for what, values in (("torch", torches), ("Python", pythons)):
@@ -178,32 +180,36 @@ def _unfit(hosts: Sequence[Host], needed: Sequence[str]) -> Iterator[PreflightEr
                 yield _odd(host, what, value, f"{usual} on {', '.join(others)}")
 
 
-def _odd(host: Host, what: str, value: str, usual: str) -> PreflightError:
+def _odd(host: SshHost, what: str, value: str, usual: str) -> PreflightError:
     return PreflightError(
-        f"it has {what} {value}, and there is {usual}",
+        f"it has {what} {value} instead of {usual}",
         where=f"host {host.name}",
-        fix="make the hosts equal: isles setup run.yaml",
+        fix="make the hosts equal with isles setup run.yaml",
         id=f"version.{what.lower()}",
     )
 
 
 def resolve_ranks(
-    cluster: ClusterConfig, hosts: Sequence[Host]
+    cluster: ClusterConfig, hosts: Sequence[SshHost]
 ) -> tuple[tuple[int, ...], Literal["cuda", "cpu"]]:
-    """Ranks of every host, and what they compute on.
+    """Number of ranks of every host, and their device.
 
     Raises:
-        PreflightError: hosts with GPUs beside hosts without, or fewer GPUs than ranks.
+        PreflightError: some hosts have GPUs and others do not, or a host has fewer GPUs than ranks.
     """
     without = [host.name for host in hosts if not host.facts["gpus"]]
     is_cpu = cluster.device == "cpu" or (cluster.device == "auto" and len(without) == len(hosts))
     if without and not is_cpu:
         raise PreflightError(
-            f"there is no GPU on {', '.join(without)}"
-            + (", and device is cuda" if cluster.device == "cuda" else ", and there are elsewhere"),
+            f"no GPU found on {', '.join(without)}"
+            + (
+                ", but device is cuda"
+                if cluster.device == "cuda"
+                else ", but other hosts have GPUs"
+            ),
             where=f"host {without[0]}",
-            fix="see nvidia-smi there; leave the host out of the list; or train on the CPUs of "
-            "all: clusters.0.device=cpu",
+            fix="check nvidia-smi there. To train without these hosts, remove them from the list; "
+            "to train on all CPUs, set clusters.0.device=cpu",
             id="gpu.count",
         )
     ranks, failures = [], []
@@ -213,9 +219,9 @@ def resolve_ranks(
         if not is_cpu and ranks[-1] > there:
             failures.append(
                 PreflightError(
-                    f"{ranks[-1]} ranks are asked for, and there are {there} GPUs",
+                    f"the run file requests {ranks[-1]} ranks, but the host has {there} GPUs",
                     where=f"host {host.name}",
-                    fix="give this host a number of its own in clusters[0].launcher.hosts: "
+                    fix="set the number of this host in clusters.0.launcher.hosts to "
                     f"{{ssh: {host.name}, gpus: {there}}}",
                     id="gpu.count",
                 )
@@ -229,8 +235,8 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The IPv4 address of one node, the interface that has it and its network; None: the node has
-    no such address itself."""
+    """The IPv4 address of a node, its interface and its network; None: the node itself does not
+    have this address."""
 
     address: str
     interface: str | None
@@ -243,21 +249,22 @@ def choose_addresses(
     given: Sequence[str | None],
     network: NetworkConfig,
 ) -> list[Reach]:
-    """An address for every node that the others can be expected to reach.
+    """An address for every node that the other nodes can probably reach.
 
     Args:
-        facts: of each host, of `isles.launch.ssh.facts.node_facts`.
-        given: what the run file says of each: an address, a name, or None.
+        facts: of each host, from `isles.launch.ssh.facts.node_facts`.
+        given: entry of the run file for each host: an address, a name, or None.
 
     Returns:
-        What the run file says; else the address on the interface that it names; else on the one
-        network that all have in common, the one over which ssh came if it is one of them; else
-        where ssh came.
+        The entry of the run file; else the address on the interface of the run file; else the
+        address
+        on the network that all hosts share, preferably the network of the ssh connection; else the
+        address of the ssh connection.
 
     Raises:
-        PreflightError: a host has no such address, or none at all that others could reach.
+        PreflightError: a host has no such address, or no address that others could reach.
     """
-    # Docker and its like give every machine the same address, which no other machine reaches.
+    # Docker and similar tools give every machine the same address, unreachable for the others.
     count = Counter(reach.address for fact in facts for reach in set(_all(fact)))
     usable = [[reach for reach in _all(fact) if count[reach.address] == 1] for fact in facts]
     common = _common(facts, usable)
@@ -280,18 +287,18 @@ def _reach(
         return _of(facts, address) or Reach(address, network.interface, None)
     if network.interface is not None:
         found = [reach for reach in _all(facts) if reach.interface == network.interface]
-        what = f"there is no interface {network.interface} with an IPv4 address; there are: "
-        seen, fix = _all(facts), "correct clusters[0].network.interface, or leave it out"
+        what = f"no interface {network.interface} with an IPv4 address; the host has: "
+        seen, fix = _all(facts), "correct clusters.0.network.interface, or delete it"
     else:
         found = [reach for reach in usable if common is not None and reach.network == common]
         came = _of(facts, facts["reached_at"] or "")
         found += [came] if came is not None else usable if len(usable) == 1 else []
-        what = "it is not clear at which address the other hosts reach it; it has: "
-        seen, fix = usable, "write it into clusters[0].launcher.hosts: "
+        what = "it is unclear which address the other hosts can reach; the host has: "
+        seen, fix = usable, "set the address in clusters.0.launcher.hosts, such as "
         fix += f"{{ssh: {name}, address: 192.168.1.100}}"
     if found:
         return found[0]
-    what += ", ".join(f"{r.interface} {r.address}" for r in seen) or "none but the loopback"
+    what += ", ".join(f"{r.interface} {r.address}" for r in seen) or "only the loopback"
     raise PreflightError(what, where=f"host {name}", fix=fix, id="net.interface")
 
 
@@ -300,9 +307,9 @@ def _resolve(given: str, name: str) -> str:
         return socket.gethostbyname(given)
     except (OSError, UnicodeError):  # the latter: a..b
         raise PreflightError(
-            f"no IPv4 address is known for {given}",
-            where=f"host {name}, clusters[0].launcher.hosts",
-            fix="write its address in numbers, such as 192.168.1.100",
+            f"no IPv4 address found for {given}",
+            where=f"host {name}, clusters.0.launcher.hosts",
+            fix="write its IPv4 address, such as 192.168.1.100",
             id="net.names",
         ) from None
 
@@ -323,7 +330,7 @@ def _of(facts: Facts, address: str) -> Reach | None:
 
 
 def _common(facts: Sequence[Facts], usable: Sequence[list[Reach]]) -> IPv4Network | None:
-    # The network on which all hosts are; the one that ssh took to the most of them first.
+    # The network that all hosts share; preferably the network of most ssh connections.
     shared = set.intersection(*({r.network for r in own if r.network} for own in usable))
     came = Counter(
         reach.network
@@ -331,6 +338,6 @@ def _common(facts: Sequence[Facts], usable: Sequence[list[Reach]]) -> IPv4Networ
         for reach in own
         if reach.address == fact["reached_at"]
     )
-    # A network of one address, such as that of a tunnel, is not shared.
+    # A network with one address, such as a tunnel's, is not shared.
     found = [network for network in shared if network.prefixlen < 32]
     return max(found, key=lambda n: (came[n], n.num_addresses, str(n)), default=None)

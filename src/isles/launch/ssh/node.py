@@ -1,8 +1,8 @@
-"""What a node does while a run is started on it, asked over a channel: `python -m` this module.
+"""Operations on a node during a start, requested over a channel: `python -m` this module.
 
-The first node of the list also looks for the files that the run file names, and makes the run
-directory. What `start` starts lives in sessions of its own; until `keep` has come it ends with the
-connection, so that a start is whole or leaves nothing behind. Needs no torch.
+The first node of the list also checks the files of the run file, and makes the run directory.
+Processes that `start` starts are in separate sessions; until `keep` has come, they end with the
+connection, so that a start is complete or leaves nothing behind. Needs no torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from isles.run.records import (
 from isles.run.stop import kill_now
 
 FORGOTTEN_AFTER_S = 30.0
-"""A node ends a start that is not kept when it has not been asked anything for so long."""
+"""Seconds without a request after which a node ends a start that is not kept."""
 
 _LOOK_S = 0.05
 _END_S = 10.0
@@ -47,7 +47,7 @@ _TAIL_LINES = 15
 
 
 class NodeStart:
-    """One node's part in the start of one run."""
+    """One node's part in the start of a run."""
 
     def __init__(self) -> None:
         self._attempt: Attempt | None = None
@@ -61,7 +61,7 @@ class NodeStart:
         self._lock = threading.Lock()
 
     def operations(self) -> dict[str, Operation]:
-        """By name, for `serve`."""
+        """Operations by name, for `serve`."""
         return {
             "facts": self._inside("facts", node_facts),
             "issues": self._inside("issues", issues),
@@ -74,7 +74,7 @@ class NodeStart:
         }
 
     def _inside(self, name: str, work: Operation) -> Operation:
-        # What is asked of the machine's Python is asked of its container's, where it has one.
+        # If the node has a container, requests for Python go to the container's Python.
         def answer(args: dict[str, Any]) -> dict[str, Any]:
             from isles.launch.container.image import ANSWER_S, open_image
 
@@ -91,24 +91,29 @@ class NodeStart:
         return answer
 
     def close(self) -> None:
-        """The connection is gone: what was not kept ends."""
+        """End everything that was not kept, after the connection has ended."""
         if self._image is not None:
             self._image.close()
         if not self._is_kept:
-            self.end({"what": "the machine that started the run was lost before all hosts had"})
+            self.end(
+                {
+                    "what": "the machine that starts the run disconnected before all hosts had "
+                    "started"
+                }
+            )
 
     def begin(self, args: dict[str, Any]) -> dict[str, Any]:
-        """Make or choose the run directory; only the first node is asked.
+        """Make or choose the run directory; called only on the first node.
 
         Args:
             args: `resolved` and `text`, the texts of both files; `resume`; `join`, a secret for
                 the run directory; `typed`, see `new_attempt`; `fleet`, a record; `dry_run`: only
-                say what would be done.
+                describe the start.
 
         Returns:
             run_dir, elsewhere (the same on the other nodes), attempt (a number), note,
-            resumed_from, begun_at, born_at (both together name the attempt and the run wherever
-            they are), fleet; token, the secret of the attempt.
+            resumed_from, begun_at, born_at (both together identify the attempt and the run on every
+            node), fleet; token, the secret of the attempt.
         """
         from isles.config.resolve import load_resolved
         from isles.launch.base import next_attempt
@@ -144,12 +149,12 @@ class NodeStart:
         return {**found, "fleet": fleet.record()}
 
     def start(self, args: dict[str, Any]) -> dict[str, Any]:
-        """Start this node's agent, and wait until all its ranks have begun, or start_timeout is
-        over: then the agents themselves say whom they wait for.
+        """Start this node's agent, and wait until all its ranks have started, or start_timeout is
+        over. In the latter case the agents themselves report the missing nodes.
 
         Args:
-            args: what `begin` has returned; `resolved` and `text` as there; `node`, its number;
-                `variables` of the environment, which give way to those that are there.
+            args: the result of `begin`; `resolved` and `text` as there; `node`, its number;
+                `variables` of the environment, which do not override existing ones.
 
         Returns:
             process: the record of the agent.
@@ -180,23 +185,23 @@ class NodeStart:
                 break
             if (code := child.poll()) is not None:
                 tail = log.read_text(encoding="utf-8", errors="replace").splitlines()
-                words = [f"    {line}" for line in tail[-_TAIL_LINES:] or ["(not a word)"]]
+                words = [f"    {line}" for line in tail[-_TAIL_LINES:] or ["(no output)"]]
                 raise PreflightError(
-                    f"the agent ended with exit code {code} before its ranks had begun; its last "
-                    "words:\n" + "\n".join(words),
-                    fix="mend what it says; isles check finds more",
+                    f"the agent exited with code {code} before its ranks had started; its last "
+                    "output was:\n" + "\n".join(words),
+                    fix="fix the error above; isles check finds more problems",
                     id="start.failed",
                 )
             time.sleep(_LOOK_S)
         return {"process": process.record()}
 
     def ping(self, args: dict[str, Any]) -> dict[str, Any]:
-        """The machine that starts the run is still there."""
+        """Heartbeat of the machine that starts the run."""
         self._asked_at = time.monotonic()
         return {}
 
     def keep(self, args: dict[str, Any]) -> dict[str, Any]:
-        """All nodes have started: the run goes on without this process.
+        """Confirm that all nodes have started: the run continues without this process.
 
         Args:
             args: `nodes`, the records of all agents.
@@ -209,10 +214,11 @@ class NodeStart:
         return {}
 
     def end(self, args: dict[str, Any]) -> dict[str, Any]:
-        """End what was started here; on the first node the attempt gets its outcome.
+        """End everything that was started on this node; on the first node the attempt gets its
+        outcome.
 
         Args:
-            args: `what` went wrong, `where`, `fix`; `exit_code`.
+            args: `what`, `where` and `fix` of the error; `exit_code`.
         """
         with self._lock:
             self._is_given_up = True
@@ -225,13 +231,13 @@ class NodeStart:
                     kind="StartFailed",
                     code=ExitCode(int(args.get("exit_code", ExitCode.PREFLIGHT))),
                     where=args.get("where", ""),
-                    fix=args.get("fix", "`isles train` starts it again"),
+                    fix=args.get("fix", "start it again with `isles train`"),
                     is_communication=False,
                 )
-                reason = f"it was not started: {args['what']}"
+                reason = f"the run was not started: {args['what']}"
                 end(self._attempt, "failed", error["exit_code"], reason, error=error)
             if self._agent is not None:
-                # It is killed already; waiting only reaps it.
+                # It was killed already; waiting only reaps it.
                 with suppress(subprocess.TimeoutExpired):
                     self._agent[0].wait(timeout=_END_S)
                 self._agent = None
@@ -242,18 +248,20 @@ class NodeStart:
         threading.Thread(target=self._end_if_forgotten, daemon=True).start()
 
     def _end_if_forgotten(self) -> None:
-        # A dead connection may take hours to be noticed. This process ends then in any case.
+        # A dead connection may be noticed after hours. This process ends then in any case.
         while (left := self._asked_at + FORGOTTEN_AFTER_S - time.monotonic()) > 0:
             time.sleep(left)
         if not self._is_kept and not self._is_given_up:
-            what = "the machine that started the run was not heard of any more"
-            self.end({"what": f"{what} for {FORGOTTEN_AFTER_S:.0f} s, before all hosts had"})
+            what = "no message from the machine that starts the run"
+            self.end(
+                {"what": f"{what} for {FORGOTTEN_AFTER_S:.0f} s, before all hosts had started"}
+            )
         with self._lock:  # another thread may be in `end`
             os._exit(ExitCode.PREFLIGHT)
 
 
 def issues(args: dict[str, Any]) -> dict[str, Any]:
-    """What the first node lacks that the run file names: files, packages, trackers' servers.
+    """Files, packages and servers of trackers in the run file that the first node lacks.
 
     Args:
         args: `config`, `origins`, `text` and `path` of a loaded run file.
@@ -284,7 +292,7 @@ def issues(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def second(args: dict[str, Any]) -> dict[str, Any]:
-    """Refuse a start by a UserError where the run is going on already.
+    """Refuse a start, with a UserError, if the run is already running.
 
     Args:
         args: `output_dir`, `name` and `resume`.
@@ -304,7 +312,7 @@ def _write_launch(attempt: Attempt, process: ProcessId, fleet: Fleet, command: l
         "world_size": fleet.world_size,
         "device": fleet.device,
         "command": command,
-        **claim_of(attempt),  # its moment names the attempt
+        **claim_of(attempt),  # its time identifies the attempt
         "resumed_from": fleet.resume_from,
         "launcher": fleet.launcher,
         "hosts": [node.ssh for node in fleet.nodes],
@@ -314,51 +322,52 @@ def _write_launch(attempt: Attempt, process: ProcessId, fleet: Fleet, command: l
 
 
 def _ranks_here(attempt: Attempt) -> int:
-    # Ranks on this host that have begun, by the records that they write first.
+    # Ranks on this host that have started, by the records that they write first.
     host = os.uname().nodename
     records = (read_record(path) or {} for path in attempt.path.glob("rank-*.json"))
     return sum(record.get("host") == host for record in records)
 
 
 def make_place(run_dir: RunDir, attempt: Attempt, args: dict[str, Any]) -> bool:
-    """Make the folder of an attempt ready on a node other than the first.
+    """Make the folder of an attempt on a node other than the first.
 
     Args:
-        run_dir: the run directory, where this node has it.
+        run_dir: the run directory on this node.
+        attempt: the attempt.
         args: `begun_at` and `born_at` of the attempt and the run; `fleet`, `resolved`, `text`;
             `token`, the secret of the attempt.
 
     Returns:
-        Whether it was there: the first node's own, on a file system that they share, or one that
-        another node has made on a disk that it shares with this one.
+        Whether it existed: the first node's own folder, on a shared file system, or the folder of
+        another node, on a disk that both nodes share.
 
     Raises:
-        UserError: a run of this node's own is there, or the folder cannot be written.
+        UserError: the folder belongs to another run of this node, or cannot be written.
     """
     path = run_dir.path
     mark = {"first_node": args["fleet"]["nodes"][0]["name"], "born_at": args["born_at"]}
     with clear_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Only nodes of one user share a lock, so another user cannot take its name.
+        # Only nodes of the same user share a lock, so another user cannot block it.
         lock_file = path.with_name(f".{path.name}.{os.geteuid()}.lock")
         with open_own_file(lock_file, os.O_WRONLY | os.O_CREAT) as lock:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
             require_own(path)
-            # This record comes last: where it is there, the folder is whole.
+            # This record is written last: if it exists, the folder is complete.
             if (read_record(attempt.launch) or {}).get("begun_at") == args["begun_at"]:
                 return True
             left = read_record(run_dir.node_of)
             there = path.iterdir() if path.exists() else ()
-            # Hidden: what a process that was killed here has not finished.
+            # Hidden: the unfinished folder of a process that was killed here.
             if left is None and not all(entry.name.startswith(".") for entry in there):
                 raise UserError(
-                    "this host has a run of its own in this folder, which the run would write into",
+                    "this folder belongs to another run on this host",
                     where=str(path),
-                    fix="move it away, or give the run file another name or output_dir",
+                    fix="move it away, or change name or output_dir in the run file",
                     id="run.elsewhere",
                 )
-            # What another run of a first node has left, or an older attempt of this number.
+            # Left by another run of a first node, or by an older attempt with this number.
             for old, is_old in ((path, left not in (None, mark)), (attempt.path, True)):
                 if is_old and old.exists():
                     aside = old.with_name(f".old.{os.geteuid()}")

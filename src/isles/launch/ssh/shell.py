@@ -1,4 +1,4 @@
-"""Runs commands on this machine or over the user's own ssh, and explains why one failed."""
+"""Runs commands on this machine or over the user's own ssh, and explains failures."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 SSH_FAILED = 255
-"""Exit status of ssh itself where it cannot connect."""
+"""Exit status of ssh itself if it cannot connect."""
 
 _POD_S = 180.0
-"""How long a pod may take to be there, where none of a run runs."""
+"""Longest time for a new pod to start, if no pod of the run is running."""
 _MOST_BYTES = 64 * 2**20
-"""The longest answer that is read. An answer of `isles report` has up to 26 MB."""
+"""Longest answer. An answer of `isles report` has up to 26 MB."""
 _CANNOT_RUN, _NOT_FOUND = 126, 127
 _WORD_CHARS = 1000
 _NO_FOLDER = re.compile(r"cd: (?P<folder>.*): No such file or directory")
 _OWN_ERROR = re.compile(r"^error: ", re.M)
-"""isles' own error says more than a line of a login script."""
+"""Pattern of isles' own errors, which are better than a line of a login script."""
 _NO_MODULE = re.compile(r"No module named '?(?P<name>isles[\w.]*)")
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """How a command ended; an exit status of 255 may be ssh's own."""
+class CommandResult:
+    """Result of a command; an exit status of 255 may be ssh's own."""
 
     returncode: int
     stdout: str
@@ -51,7 +51,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Shell:
-    """Runs commands in one place: `destination`, as ssh takes it, or IN_POD and the name of a
+    """Runs commands in one place: `destination`, an ssh destination, or IN_POD and the name of a
     record; None: this machine."""
 
     destination: str | None = None
@@ -67,12 +67,12 @@ class Shell:
 
     @property
     def by_hand(self) -> str:
-        """What a user types to try it; empty on this machine."""
+        """Command with which a user can test the connection; empty on this machine."""
         by_kubectl = "kubectl get pods -l app.kubernetes.io/managed-by=isles"
         return by_kubectl if self.is_pod else f"ssh {self.destination}" if self.destination else ""
 
     def argv(self, command: Sequence[str]) -> list[str]:
-        """The command line that runs `command` there, to be run here."""
+        """The local command line that runs `command` there."""
         if self.destination is None:
             return list(command)
         if self.is_pod:
@@ -81,7 +81,7 @@ class Shell:
         return ["ssh", *self.ssh_options(), "--", self.destination, login_line(command)]
 
     def ssh_options(self) -> list[str]:
-        """Options for ssh, and for rsync -e, besides those of the user's own files."""
+        """Options for ssh, and for rsync -e, in addition to the user's own files."""
         connect_s = max(1, round(self.connect_timeout_s))
         options = ["BatchMode=yes", f"ConnectTimeout={connect_s}"]
         options += ["ServerAliveInterval=5", "ServerAliveCountMax=3"]
@@ -89,12 +89,12 @@ class Shell:
 
     def run(
         self, command: Sequence[str], *, stdin: str | None = None, timeout_s: float = 60.0
-    ) -> Result:
-        """Run a command to its end.
+    ) -> CommandResult:
+        """Run a command until it ends.
 
         Raises:
-            PreflightError: the host cannot be reached, has not answered in time, or its answer has
-                no end.
+            PreflightError: the host cannot be reached, did not answer in time, or its answer is too
+                long.
         """
         timeout_s += _POD_S if self.is_pod else 0.0
         with ExitStack() as opened:
@@ -110,14 +110,14 @@ class Shell:
                     raise PreflightError(
                         f"{error} to: {shlex.join(command)[:200]}",
                         where=f"host {self.name}",
-                        fix=f"try it by hand: {self.by_hand}" if self.destination else "",
+                        fix=f"test the connection with {self.by_hand}" if self.destination else "",
                         id="host.answers",
                     ) from error
                 finally:
                     process.kill()  # else the end of `with` waits for it
         if self.destination is not None and process.returncode == SSH_FAILED:
             raise self.failure(errors)
-        return Result(process.returncode, output, errors)
+        return CommandResult(process.returncode, output, errors)
 
     def popen(
         self,
@@ -130,10 +130,10 @@ class Shell:
         """Start a command whose output is read from a pipe. `failure` explains ssh's 255.
 
         Args:
-            own_group: whether a Ctrl+C on this terminal is kept from it.
+            own_group: whether Ctrl+C on this terminal must not reach it.
 
         Raises:
-            PreflightError: there is no such command here.
+            PreflightError: the command does not exist on this machine.
         """
         argv, group, pipe = self.argv(command), 0 if own_group else None, subprocess.PIPE
         try:
@@ -152,15 +152,15 @@ class Shell:
         timeout_s: float,
         own_group: bool = False,
     ) -> tuple[int | None, str]:
-        """Run a command to its end, and hand on each line of its output at once.
+        """Run a command until it ends, and pass on each line of its output immediately.
 
         Returns:
-            Its exit status, None where it was killed for its time; and its error output.
+            Its exit status, None if it was killed after its timeout; and its error output.
 
         Raises:
-            PreflightError: there is no such command here.
+            PreflightError: the command does not exist on this machine.
         """
-        # Files have no reader that must keep up, nor names by which others could open them.
+        # Unnamed files: they need no reader that keeps up, and other users cannot open them.
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
             given.write(stdin.encode())
             given.seek(0)
@@ -180,15 +180,15 @@ class Shell:
             return None if is_late else code, errors.read().decode(errors="replace")
 
     def failure(self, stderr: str) -> PreflightError:
-        """What ssh's own error means, and the line to type against it."""
+        """Explanation of an error of ssh itself, with a fix."""
         lines = [line for line in stderr.strip().splitlines() if line.strip()]
-        text = lines[-1].strip() if lines else "ssh ended without a word"
+        text = lines[-1].strip() if lines else "ssh failed without output"
         if self.is_pod:
             what, _, fix = stderr.strip().partition("\n  fix: ")
-            fix = fix or f"try it by hand: {self.by_hand}"
-            what = what or "the pod has gone"
+            fix = fix or f"test the connection with {self.by_hand}"
+            what = what or "the pod is gone"
             return PreflightError(what, where=f"host {self.name}", fix=fix, id="host.answers")
-        what, fix = f"ssh cannot connect: {text}", f"try it by hand: ssh {self.destination}"
+        what, fix = f"ssh cannot connect: {text}", f"test with ssh {self.destination}"
         for sign, meaning, cure in _FAILURES:
             if sign in stderr:
                 what = f"{meaning} ({text})"
@@ -198,7 +198,7 @@ class Shell:
 
 
 def _read_all(process: subprocess.Popen[bytes], timeout_s: float) -> tuple[str, str]:
-    # Output and error output of a process, and its end. OverflowError: it writes too much.
+    # Output, error output and exit of a process. OverflowError: it writes too much.
     assert process.stdout is not None and process.stderr is not None
     end, pieces = time.monotonic() + timeout_s, (bytearray(), bytearray())
     with selectors.DefaultSelector() as selector:
@@ -226,36 +226,44 @@ def _read_all(process: subprocess.Popen[bytes], timeout_s: float) -> tuple[str, 
 
 
 def not_started(error: OSError) -> PreflightError:
-    """What is said of a program of this machine that cannot be started."""
+    """The error for a local program that cannot be started."""
     program = str(error.filename)
-    what = f"there is no program {program}"
+    what = f"{program} is not installed"
     if isinstance(error, PermissionError):
-        what = f"{program} cannot be run: {error.strerror}"
+        what = f"cannot run {program}: {error.strerror}"
     fix = f"install {program}" + (": apt install openssh-client" * (program == "ssh"))
     return PreflightError(what, where="this machine", fix=fix)
 
 
 _FAILURES = (
-    ("Permission denied", "the host refuses the key", "ssh-copy-id {destination}"),
+    ("Permission denied", "the host refuses the key", "run ssh-copy-id {destination}"),
     (
         "REMOTE HOST IDENTIFICATION HAS CHANGED",
-        "the host has another key than it had before",
-        "if that is right: ssh-keygen -R {host}, then once by hand: ssh {destination}",
+        "the host's key has changed",
+        "if the change is expected, run ssh-keygen -R {host}, then once ssh {destination}",
     ),
     (
         "Host key verification failed",
-        "the host's key is not known here",
-        "once by hand, and compare the key: ssh {destination}",
+        "the host's key is unknown on this machine",
+        "run ssh {destination} once, and compare the key",
     ),
-    ("Could not resolve", "no such host is known", "correct the name, or add it to ~/.ssh/config"),
+    ("Could not resolve", "unknown host name", "correct the name, or add it to ~/.ssh/config"),
     (
         "Connection refused",
-        "the host is up and has no ssh server",
-        "on {host}: sudo apt install openssh-server, or set Port in ~/.ssh/config",
+        "the host is up but runs no ssh server",
+        "on {host}, run sudo apt install openssh-server, or set Port in ~/.ssh/config",
     ),
-    ("timed out", "the host does not answer", "is it switched on and on this network? ping {host}"),
-    ("No route to host", "the host does not answer", "is it switched on? ping {host}"),
-    ("Network is unreachable", "there is no way to the host", "is this machine on its network?"),
+    (
+        "timed out",
+        "the host does not answer",
+        "check that it is switched on and in this network: ping {host}",
+    ),
+    ("No route to host", "the host does not answer", "check that it is switched on: ping {host}"),
+    (
+        "Network is unreachable",
+        "there is no route to the host",
+        "check that this machine is in its network",
+    ),
 )
 
 
@@ -263,28 +271,28 @@ _ENVIRONMENTS = (
     (
         r"/bin/activate: No such file",
         "make the venv with `isles setup run.yaml` (over ssh) or `python3 -m venv`, or set "
-        "clusters[0].environment.venv to another one",
+        "clusters.0.environment.venv to another venv",
     ),
     (
         r"\bmodule: (command )?not found",
-        "clusters[0].environment.modules needs the command module, which this host does not have: "
-        "delete it, or define the command first, such as clusters[0].environment.setup: [source "
+        "clusters.0.environment.modules needs the command module, which this host does not have. "
+        "Delete it, or define the command first, such as clusters.0.environment.setup: [source "
         "/etc/profile.d/modules.sh]",
     ),
     (
         r"Unable to locate a modulefile|module(s|\(s\))? (is|are) unknown|ModuleCmd_Load",
-        "correct clusters[0].environment.modules: `module avail` shows the names",
+        "correct clusters.0.environment.modules; `module avail` shows the names",
     ),
     (
         r"\bconda: (command )?not found|EnvironmentNameNotFound|Failed to activate conda",
-        "correct clusters[0].environment.conda: `conda env list` shows the names; "
-        "clusters[0].environment.setup may load conda first",
+        "correct clusters.0.environment.conda; `conda env list` shows the names. "
+        "clusters.0.environment.setup may load conda first",
     ),
 )
 
 
 def environment_failure(output: str) -> tuple[str, str] | None:
-    """The line with the reason why an environment could not be set up, and the fix.
+    """The line with the reason of a failed environment setup, and the fix.
 
     Returns:
         None if the output has no such line.
@@ -297,31 +305,31 @@ def environment_failure(output: str) -> tuple[str, str] | None:
 
 
 def python_failure(host: str, python: str, code: int, stderr: str) -> PreflightError | None:
-    """Why a command of isles could not be run on a host, by its exit status and its error output;
-    None where isles itself has failed."""
+    """Why an isles command could not run on a host, by its exit status and its error output; None
+    if isles itself failed."""
     module, folder = _NO_MODULE.search(stderr), _NO_FOLDER.search(stderr)
-    fix = "name the right Python in clusters[0].environment (venv, conda or python)"
+    fix = "set the right Python in clusters.0.environment (venv, conda or python)"
     if module and module["name"] == "isles":
         id, what = "isles.installed", f"isles is not installed for {python}"
-        fix = f"isles setup run.yaml installs it; or {fix}"
+        fix = f"install it with isles setup run.yaml, or {fix}"
     elif module:
         id = "version.isles"
         what = f"{python} has another version of isles, which lacks {module['name']}"
-        fix = "install the same isles on all hosts: isles setup"
+        fix = "install the same isles on all hosts with isles setup"
     elif folder:
         id = "files.workdir"
-        what = f"there is no folder {folder['folder']}, in which the ranks are to run"
-        fix = "make it there, name another in clusters[0].workdir, or let isles copy this one: "
-        fix += "clusters[0].sync"
+        what = f"folder not found: {folder['folder']}, the working folder of the ranks"
+        fix = "create it there, set clusters.0.workdir to another folder, or let isles copy this "
+        fix += "folder with clusters.0.sync"
     elif not _OWN_ERROR.search(stderr) and (found := environment_failure(stderr)) is not None:
         id, what, fix = (
             "python.runs",
-            f"the environment cannot be set up there: {found[0]}",
+            f"cannot set up the environment there: {found[0]}",
             found[1],
         )
     elif code in (_CANNOT_RUN, _NOT_FOUND):
         words = stderr.strip().splitlines() or [f"exit status {code}"]
-        id, what = "python.runs", f"{python} cannot be run there: {words[-1]}"
+        id, what = "python.runs", f"cannot run {python} there: {words[-1]}"
     else:
         return None
     return PreflightError(what, where=f"host {host}", fix=fix, id=id)
@@ -330,11 +338,11 @@ def python_failure(host: str, python: str, code: int, stderr: str) -> PreflightE
 def start_detached(
     command: Sequence[str], environ: Mapping[str, str], log: IO[bytes], where: Path
 ) -> subprocess.Popen[bytes]:
-    """Start a process of this machine in a session of its own, which outlives this one.
+    """Start a process of this machine in a separate session, which outlives this process.
 
     Args:
-        environ: all of its environment.
-        log: takes what it prints.
+        environ: its whole environment.
+        log: file for its output.
 
     Raises:
         UserError: the machine cannot start a process.
@@ -350,18 +358,19 @@ def start_detached(
         )
     except OSError as error:
         raise UserError(
-            f"the run cannot be started: {error.strerror or error}",
+            f"cannot start the run: {error.strerror or error}",
             where=str(error.filename or where),
-            fix="make room for a new process or file on this machine, then start again",
+            fix="free resources for a new process or file on this machine, then start again",
         ) from error
 
 
 def login_line(command: Sequence[str]) -> str:
-    """A command as one line that every login shell takes alike: sh, bash, zsh, csh, fish.
+    r"""A command as one line with the same meaning in every login shell: sh, bash, zsh, csh, fish.
 
-    Their rules of quoting have this in common: between single quotes, everything stands for
-    itself but quotes, backslashes, exclamation marks and new lines. Those, and what is not ASCII,
-    go as \\xHH; the words are as short as an old csh takes them, and bash puts them together.
+    Their quoting rules agree on one thing: between single quotes, every character stands for
+    itself, except quotes, backslashes, exclamation marks and newlines. These characters, and all
+    non-ASCII characters, are written as \xHH. The words are short enough for an old csh, and bash
+    joins them.
     """
     is_script = len(command) == 3 and list(command[:2]) == ["bash", "-c"]
     script = command[2] if is_script else f"exec {shlex.join(command)}"
@@ -379,20 +388,20 @@ def login_line(command: Sequence[str]) -> str:
 def on_all(
     places: Sequence[T], work: Callable[[T], R]
 ) -> tuple[list[R | None], list[tuple[T, UserError]]]:
-    """Do the same at all places at once, in threads.
+    """Do the same work at all places in parallel, in threads.
 
     Returns:
-        The results in the order of the places, None where there was a user error; and the errors.
+        The results in the order of the places, None for each user error; and the errors.
     """
     futures: list[Future[R]] = [Future() for _ in places]
 
     def do(future: Future[R], place: T) -> None:
         try:
             future.set_result(work(place))
-        except BaseException as error:  # raised again where the result is wanted
+        except BaseException as error:  # raised again when the result is read
             future.set_exception(error)
 
-    # Not an executor, whose threads are waited for at the end, as after a Ctrl+C.
+    # Not an executor, because Python waits for its threads at exit, even after Ctrl+C.
     for pair in zip(futures, places, strict=True):
         threading.Thread(target=do, args=pair, daemon=True).start()
     results: list[R | None] = []
@@ -407,7 +416,8 @@ def on_all(
 
 
 def ssh_config(destination: str) -> dict[str, str]:
-    """The user's own configuration for a destination, as `ssh -G` prints it; empty: no ssh."""
+    """The user's own configuration for a destination, from `ssh -G`; empty if ssh is not
+    installed."""
     try:
         done = Shell().run(["ssh", "-G", "--", destination], timeout_s=10)
     except PreflightError:

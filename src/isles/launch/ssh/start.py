@@ -1,9 +1,8 @@
-"""The launcher ssh: one run on a list of hosts, started from here by the user's own ssh.
+"""The launcher ssh: one run on a list of hosts, started from this machine with the user's own ssh.
 
-One Python process on each host answers (`node.py`), all at once: facts, then the run directory on
-the first host, then the start. Either all hosts have started, or what has started is ended again
-and the host that did not is named. After that nothing needs ssh: the agents keep connections of
-their own.
+One Python process on each host (`node.py`) answers in parallel: facts, then the run directory on
+the first host, then the start. Either all hosts start, or isles ends all started processes and
+reports the host that failed. After that nothing needs ssh: the agents have their own connections.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from isles.launch.ssh.channel import error_words
 from isles.launch.ssh.environment import network_line, network_variables, python_of, setting_lines
 from isles.launch.ssh.facts import machine_id, port_taken
 from isles.launch.ssh.hosts import (
-    Host,
+    SshHost,
     ask_facts,
     choose_addresses,
     connect,
@@ -46,20 +45,20 @@ from isles.run.process import ProcessId, handled
 from isles.run.records import read_record
 
 _ASK_S = 60.0
-"""Longest wait for a host to do its part: to read the run file's data folder, to write a folder."""
+"""Longest wait for a host to read the run file's data folder, or to write a folder."""
 
 _SIGN_S = 3.0
-"""So often the hosts are told that this machine is still there."""
+"""Interval of heartbeats from this machine to the hosts."""
 
 _GIVE_UP_S = 15.0
 
 
 def start_ssh(loaded: Loaded, launcher: SshLauncherConfig, options: StartOptions) -> Started | str:
-    """Start a run on all hosts of the list, or say what would be done.
+    """Start a run on all hosts of the list, or describe the start.
 
     Raises:
         ConfigErrors: every issue that the first host finds in the run file.
-        UserError: hosts that cannot take part, or the run cannot be begun.
+        UserError: hosts that cannot take part, or a run that cannot be started.
     """
     cluster = loaded.config.clusters[0]
     workdir = cluster.workdir or str(Path.cwd())
@@ -67,7 +66,7 @@ def start_ssh(loaded: Loaded, launcher: SshLauncherConfig, options: StartOptions
         if cluster.sync and (text := sync_hosts(loaded, cluster.sync, workdir, options)):
             return text
         channels = connect(cluster, workdir, stack, timeout_s=launcher.connect_timeout)
-        # The first host loads what reads run files while it is asked for its facts.
+        # The first host imports the config classes while the facts are gathered.
         files = channels[0].ask(
             "issues",
             container=container_record(cluster, loaded.config),
@@ -76,7 +75,7 @@ def start_ssh(loaded: Loaded, launcher: SshLauncherConfig, options: StartOptions
             text=loaded.text,
             path=str(loaded.path),
         )
-        # A script of the user's own needs no more than torchrun does.
+        # A user's own script needs only torchrun's packages.
         needed = ("torch",) if loaded.config.training.script else NEEDED_TO_TRAIN
         hosts = ask_facts(loaded.config, channels, options.warn, needed)
         start = _SshStart(loaded, options, cluster, hosts, workdir)
@@ -94,11 +93,12 @@ def start_ssh(loaded: Loaded, launcher: SshLauncherConfig, options: StartOptions
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], None]]:
-    """Ctrl+C, SIGTERM and SIGHUP end a start that is on its way, and not only the following.
+    """Make Ctrl+C, SIGTERM and SIGHUP end a start in progress, and not only the following of the
+    run.
 
     Yields:
-        A function that restores the former handlers, once the run is there: from then on signals
-        are for the run.
+        A function that restores the former handlers, called when the run has started: from then on
+        signals are for the run.
     """
 
     def end(signum: int, _frame: object) -> None:
@@ -110,14 +110,14 @@ def interruptible() -> Iterator[Callable[[], None]]:
 
 
 class _SshStart:
-    # One start, once all hosts have answered.
+    # One start, after all hosts have answered.
 
     def __init__(
         self,
         loaded: Loaded,
         options: StartOptions,
         cluster: ClusterConfig,
-        hosts: list[Host],
+        hosts: list[SshHost],
         workdir: str,
     ) -> None:
         self.options = options
@@ -137,7 +137,7 @@ class _SshStart:
         self.text = dump_resolved(self.resolved)
         if (port := hosts[0].facts["port"]) is None:
             raise port_taken(cluster.network.port, hosts[0].name)
-        # The hosts' own names, where they tell them apart; else as ssh takes them.
+        # The hosts' own names, if they are unique; else the ssh destinations.
         names = [str(host.facts["host"]) for host in hosts]
         if len(set(names)) < len(names):
             names = [host.name for host in hosts]
@@ -155,29 +155,30 @@ class _SshStart:
         self.fleet = make_fleet(self.resolved, nodes, port=port)
 
     def variables(self, node: FleetNode) -> dict[str, str]:
-        """What the launcher adds to the environment of a node's ranks."""
+        """Variables that the launcher adds to the environment of a node's ranks."""
         variables = network_variables(self.cluster.network, node.interface, self.fleet.device)
         if self.fleet.device == "cpu":
-            # Without it every rank starts a thread per core, and they fight for the cores.
+            # Without it every rank starts one thread per core, and the threads compete for the
+            # cores.
             cores = int(self.hosts[node.node].facts["num_cores"])
             variables["OMP_NUM_THREADS"] = str(max(1, cores // node.nproc))
         return variables
 
     def dry_run(self) -> str:
-        """What `run` would do: every resolved value, and the commands of each host."""
+        """Description of `run`: every resolved value, and the commands of each host."""
         fleet, begun = self.fleet, self._begin(dry_run=True)
         run_dir, attempt = begun["run_dir"], begun["attempt"]
         parts = [
             show(self.resolved).rstrip(),
             begun["note"] or f"this would be a new run: {run_dir.rpartition('/')[2]}",
             f"this would start {_fleet_text(fleet, run_dir)}",
-            f"meeting at {fleet.first.address} port {fleet.port}",
+            f"with the coordinator at {fleet.first.address} port {fleet.port}",
             "on every host, in bash:\n" + "\n".join(f"    {line}" for line in self.lines),
         ]
         for node in fleet.nodes:
             there = run_dir if node.node == 0 else str(begun["elsewhere"])
             words = [self.python, "-m", "isles.agent", there, "--attempt", str(attempt)]
-            # The first one coordinates the run as well.
+            # The first host also coordinates the run.
             words += ["--node", str(node.node)] if node.node else []
             if added := self.variables(node):
                 words = ["env", *(f"{k}={v}" for k, v in added.items()), *words]
@@ -185,10 +186,11 @@ class _SshStart:
         return "\n\n".join(parts)
 
     def run(self, hand_back: Callable[[], None]) -> Started:
-        """Begin the run on the first host, start it on all, and see that all have begun.
+        """Prepare the run on the first host, start it on all hosts, and check that all have
+        started.
 
         Args:
-            hand_back: called once the run goes on by itself; see `interruptible`.
+            hand_back: called when the run continues by itself; see `interruptible`.
         """
         print_line, fleet = self.options.print_line, self.fleet
         begun = self._begin(dry_run=False)
@@ -210,7 +212,7 @@ class _SshStart:
             self._give_up(error)
             raise
         except KeyboardInterrupt:
-            self._give_up(UserError("it was interrupted while it was being started"))
+            self._give_up(UserError("the start was interrupted"))
             raise
         return self._started(begun)
 
@@ -228,7 +230,7 @@ class _SshStart:
         )
 
     def _start(self, begun: dict[str, Any]) -> list[dict[str, Any]]:
-        # The agents; each host answers once its ranks have begun.
+        # The agents; each host answers when its ranks have started.
         shared = {**begun, "resolved": self.text, "text": self.loaded.text}
         asked = {
             host.channel.ask(
@@ -240,7 +242,7 @@ class _SshStart:
         while time.monotonic() < deadline:
             for channel in asked.values():
                 channel.ask("ping")
-            # In the order in which they answer: who ends first is the cause, not a consequence.
+            # In the order of the answers: the first exit is the cause, not a consequence.
             with suppress(TimeoutError):
                 for future in as_completed(asked, timeout=_SIGN_S):
                     future.result()
@@ -248,17 +250,18 @@ class _SshStart:
         return gather([(channel, future) for future, channel in asked.items()], "start", _SIGN_S)
 
     def _give_up(self, error: UserError) -> None:
-        # End on every host what was started there.
+        # End on every host the processes that were started there.
         asked = [(host, host.channel.ask("end", **error_words(error))) for host in self.hosts]
         deadline = time.monotonic() + _GIVE_UP_S
         for host, future in asked:
             try:
                 future.result(timeout=max(0.1, deadline - time.monotonic()))
             except (UserError, TimeoutError):
-                # A host that is out of reach ends what it has started by itself, when it finds
-                # that the connection is gone.
+                # An unreachable host ends its processes by itself, when it notices that the
+                # connection is gone.
                 self.options.warn(
-                    f"host {host.name} did not answer; what was started there ends by itself"
+                    f"host {host.name} did not answer; the processes started there end by "
+                    "themselves"
                 )
 
     def _started(self, begun: dict[str, Any]) -> Started:

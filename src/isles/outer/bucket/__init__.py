@@ -1,8 +1,9 @@
-"""Engine bucket: clusters that meet in object storage, where no hub runs.
+"""Engine bucket: clusters that meet in object storage, without a hub.
 
-The hub's rules (`hub/core.py`) are applied by every cluster to one memory that lies in the bucket
-(`isles.run.objects`). `chain.py` keeps the memory, `replica.py` does what a hub would do by itself,
-`api.py` is what rank 0's client asks (as `client/api.py` asks a hub). Open `chain.py` first.
+Every cluster applies the hub's rules (`hub/core.py`) to one memory in the bucket
+(`isles.run.objects`). `chain.py` keeps the memory, `replica.py` does the hub's own work, and
+`api.py` has the requests of rank 0's client (like `client/api.py` for a hub). Open `chain.py`
+first.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class BucketSettings:
-    """Where the clusters of a run meet.
+    """Meeting place of the clusters of a run.
 
     Args:
-        url: as `s3://bucket/prefix`.
-        rules: of the run, as a hub is told (`isles.outer.hub.rules.Settings`).
+        url: such as `s3://bucket/prefix`.
+        rules: settings of the run (`isles.outer.hub.rules.Settings`).
     """
 
     url: str

@@ -1,6 +1,6 @@
-"""What a cluster asks where there is no hub but a bucket; the same as `client/api.py` asks a hub.
+"""Requests of a cluster to a bucket; the same as the requests to a hub in `client/api.py`.
 
-Each request is one change of the memory in the bucket, or none; files lie beside it.
+Each request is one change of the memory in the bucket, or none; files are stored next to it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from isles.errors import ConfigError
 from isles.facts.buckets import FIXES
 from isles.outer.bucket import BucketSettings
 from isles.outer.bucket.link import (
+    BucketLink,
     BucketRefusal,
-    Link,
     Missing,
     as_refusal,
     copy,
@@ -64,20 +64,20 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _JOIN_S, _HEARTBEAT_S = 60.0, 30.0
-"""At least, whatever is asked for: a request to a bucket may take seconds."""
+"""Minimum deadline in seconds: a request to a bucket may take seconds."""
 _AGAIN_S = 1.0
 _CODED = 1.1
-"""Largest ratio of an average to its contributions: the average is encoded again."""
+"""Largest ratio of an average's norm to its contributions' norms: the average is encoded again."""
 
 
 class BucketApi:
-    """The requests of one cluster; for one event loop. Methods as of `HubApi`.
+    """The requests of one cluster; for one event loop. Methods as in `HubApi`.
 
     Args:
-        name: of this cluster.
-        spool: where its own files lie.
-        report: takes what is tried again, and why.
-        show: takes what people see of all clusters.
+        name: name of this cluster.
+        spool: folder of its files.
+        report: called with reasons of retries.
+        show: called with what all clusters show to people.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class BucketApi:
     ) -> None:
         self.id, self._name, self._settings, self._spool = member_id, name, settings, spool
         self._up, self._down, self._report, self._show = up, down, report, show
-        self._link: Link | None = None
+        self._link: BucketLink | None = None
         self._there: Replica | None = None
         self._looking: asyncio.Task[None] | None = None
         self._leases = 0
@@ -110,14 +110,14 @@ class BucketApi:
             await asyncio.gather(looking, return_exceptions=True)
 
     def close(self) -> None:
-        """End for good."""
+        """Close for good."""
         if self._link is not None:
             self._link.close()
         if self._there is not None:
             self._there.close()
 
     def check(self) -> None:
-        """Raise what has ended the looking, if it has ended."""
+        """Raise the error that has ended the background task, if any."""
         if self._looking is not None and self._looking.done():
             self._looking.result()
 
@@ -132,7 +132,7 @@ class BucketApi:
         return self._replica.joined
 
     @property
-    def _way(self) -> Link:
+    def _way(self) -> BucketLink:
         assert self._link is not None, "not joined"
         return self._link
 
@@ -158,7 +158,7 @@ class BucketApi:
         deadline_s = max(deadline_s, _JOIN_S)
         await self._open(deadline_s)
         replica, core = self._replica, self._replica.core
-        replica.joined = None  # the core compares the run with what it is asked for now
+        replica.joined = None  # the core compares the run with the new request
         answer = await self._change("joining", lambda: core.join(join), deadline_s)
         self._leases = 0
         self._asks, replica.joined = "", join
@@ -174,7 +174,7 @@ class BucketApi:
                 )
             except StoreError as error:
                 raise refusal(error, self._settings.url) from error
-            self._link = Link(store, self._up, self._down, self._report)
+            self._link = BucketLink(store, self._up, self._down, self._report)
         if self._there is None:
             await self._link.call("a first write", deadline_s, probe, self._link.store)
             self._there = Replica(
@@ -198,7 +198,8 @@ class BucketApi:
         return await self._change("a heartbeat", lambda: core.heartbeat(heartbeat), deadline_s)
 
     async def show(self, record: str, deadline_s: float) -> None:
-        """Heartbeats tell the others enough; nobody reads more from a bucket."""
+        """Does nothing: heartbeats tell the others enough, and people read nothing more from a
+        bucket."""
 
     async def leave(self, deadline_s: float, *, has_finished: bool = False) -> None:
         body, core = LeaveRun(id=self.id, has_finished=has_finished), self._replica.core
@@ -206,7 +207,9 @@ class BucketApi:
         def leave() -> None:
             try:
                 core.leave(body)
-            except Refusal as error:  # it has left: it was written before its answer was lost
+            except (
+                Refusal
+            ) as error:  # it has left: the change was written before its answer was lost
                 if error.kind != "unknown":
                     raise
 
@@ -283,7 +286,8 @@ class BucketApi:
                     f"outer step {outer_step} is {answer.state} after {deadline_s:.0f} s; "
                     f"it waits for {waits_for}",
                     where=self._settings.url,
-                    fix="look at the clusters named; `wait: time_boxed` goes on without the slow",
+                    fix="check the clusters named above; `wait: time_boxed` does not wait for slow "
+                    "clusters",
                 )
             with suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
@@ -296,9 +300,9 @@ class BucketApi:
         if answer.state == "averaging":
             averager = int((core.journal.get("averager") or "0 0").split(" ")[1])
             names = [row["name"] for row in core.membership.living() if row["number"] == averager]
-            return f"the average, which {' '.join(names) or 'the next cluster'} makes"
+            return f"the average, computed by {' '.join(names) or 'the next cluster'}"
         least = core.settings.min_clusters
-        return f"other clusters: it has {len(answer.contributed)} of {least} (outer.min_clusters)"
+        return f"other clusters ({len(answer.contributed)} of {least}, outer.min_clusters)"
 
     def _odd(self, what: str) -> BucketRefusal:
         return BucketRefusal("malformed", what, where=self._settings.url, fix=FIXES["odd"])
@@ -320,13 +324,13 @@ class BucketApi:
                 fetched.replace(target)
                 return
             except Missing as error:
-                self._report(f"the average of outer step {step} cannot be fetched: {error}")
+                self._report(f"cannot fetch the average of outer step {step}: {error}")
             await asyncio.sleep(_AGAIN_S)
-            # Raises where it is not kept any more: this cluster then takes the state of another.
+            # Raises if it is not kept any more: this cluster then copies the state of another.
             await self._read(lambda: core.average_path(step))
 
     async def _inspect(self, answer: RoundAnswer, path: Path) -> None:
-        # Another cluster has made this average, and is not believed: it is finite, and no larger
+        # Another cluster has made this average, so verify it: it must be finite, and not larger
         # than the largest of its contributions.
         join, step, core = self._join, answer.outer_step, self._replica.core
         pieces = join.pieces[step % len(join.pieces)]
@@ -343,10 +347,10 @@ class BucketApi:
         if not norm <= most:
             path.unlink()
             largest = f"the largest of its contributions has {most / _CODED:.4g}"
-            raise self._odd(f"{what} has a norm of {norm:.4g}, and {largest}")
+            raise self._odd(f"{what} has a norm of {norm:.4g}, but {largest}")
 
     async def held(self, outer_step: int, deadline_s: float) -> bool:
-        """What lies in a bucket is not lost with a cluster."""
+        """Always True: data in a bucket is not lost with a cluster."""
         return True
 
     async def applied(self, outer_step: int, outer_params: str, deadline_s: float) -> None:
@@ -390,11 +394,12 @@ class BucketApi:
             if answer.state is not None and await self._fetch_state(answer, folder):
                 return answer
             if loop.time() >= end:
-                source = answer.source or "nobody: no other cluster lives that is up to date"
+                source = answer.source or "no cluster (no other living cluster is up to date)"
                 raise DeadlineError(
-                    f"no state has come within {deadline_s:.0f} s; asked for it is {source}",
+                    f"no state has arrived within {deadline_s:.0f} s; it was requested from "
+                    f"{source}",
                     where=self._settings.url,
-                    fix="look at the log of the cluster named",
+                    fix="check the log of that cluster",
                 )
             await asyncio.sleep(_AGAIN_S)
 
@@ -417,8 +422,8 @@ class BucketApi:
                 continue
             try:
                 await self._way.get(place, file.size_bytes, file.digest, target)
-            except Missing as error:  # deleted meanwhile: there will be a newer one
-                self._report(f"the state of {answer.source} cannot be fetched: {error}")
+            except Missing as error:  # deleted in the meantime: there will be a newer state
+                self._report(f"cannot fetch the state of {answer.source}: {error}")
                 return False
         join = self._join
         layout, pieces = join.identity.get("layout", ""), join.pieces

@@ -1,11 +1,11 @@
 """The hub's memory in a bucket: a chain of entries, each the whole memory after one change.
 
-There is no process that owns it. Whoever changes something writes the entry with the next number,
-if it is not there; of several, one wins, and the others take what it wrote and try once more. So
-each change is made on all that were made before it, as in a transaction of a hub.
+No process owns the chain. A cluster that changes something writes the entry with the next number,
+if that entry does not exist. Of several writers one wins; the others read its entry and try again.
+So each change includes all earlier changes, like a transaction of a hub.
 
-An entry that is `_KEPT` numbers old is deleted, in the order of the numbers. A writer that stood
-still for so long may write a number that is past: it finds the one before gone, and knows.
+Entries that are `_KEPT` numbers old are deleted, in the order of the numbers. A writer that was
+frozen for that long may write an outdated number: it finds the previous entry deleted, and stops.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from isles.config.foreign import is_plain, parse_json
 from isles.errors import ConfigError, UserError
-from isles.outer.hub.core import Core
+from isles.outer.hub.core import HubCore
 from isles.outer.hub.rules import Refusal
 from isles.outer.hub.samples import AVERAGED
 from isles.run.manifest import number_of
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _FORMAT = 1
-_FIX = "is it the url of another thing, or of another version of isles? take an empty prefix"
+_FIX = "check that the url is right and of this version of isles, or use an empty prefix"
 _MOST_BYTES, _MOST_VALUES = 16 * 2**20, 2**19
 """Limits of an unpacked entry. A run of a hundred clusters needs less than one MiB."""
 
@@ -45,7 +45,7 @@ _POINTER_BYTES = 20
 _KEPT, _SWEEP_EVERY = 64, 16
 _AGAIN_S = 0.2
 _EVENTS = 50
-"""So many are kept."""
+"""Number of entries that are kept."""
 
 _REAL, _TEXT, _NAME, _DIGEST = "real", "text", "name", "digest"
 _COUNT, _FLAG, _END, _OWNER = "count", "flag", "end", "owner"
@@ -58,8 +58,8 @@ _WHOLE = {
     _SIZE: range(2**60 + 1),
     _TOKENS: range(1, 2**62),
 }
-"""Each kind of whole number. The limits leave room: sqlite takes no sum that is 2**63 or larger,
-and no message has an outer step above 10**12."""
+"""Limits of each kind of integer: sqlite cannot sum up to 2**63 or more, and no message has an
+outer step above 10**12."""
 _TABLES = {
     "meta": {"key": _TEXT, "value": _TEXT},
     "members": {
@@ -109,7 +109,8 @@ _TABLES = {
     "events": {"number": _COUNT, "at": _REAL, "member": _TEXT, "kind": _TEXT, "what": _TEXT},
     "sqlite_sequence": {"name": _TEXT, "seq": _COUNT},
 }
-"""The columns of each table and the types of their values, since others can write to the bucket."""
+"""Columns of each table and the types of their values, checked because others can write to the
+bucket."""
 
 _DIGESTS = re.compile(r"([0-9a-f]{64})?")
 _OBJECTS = """
@@ -117,20 +118,20 @@ CREATE TABLE IF NOT EXISTS objects (
   round INTEGER NOT NULL, member INTEGER NOT NULL, digest TEXT NOT NULL, size INTEGER NOT NULL,
   PRIMARY KEY (round, member))
 """
-"""Of each contribution the digest by which it is found in the bucket."""
+"""Digest of each contribution, which is part of its name in the bucket."""
 
 
 class Chain:
-    """A core with the newest entry that is known here. One thread at a time.
+    """A core with the newest known entry. One thread at a time.
 
-    Its methods raise `StoreError` where the bucket does not do what it should; what was asked is
-    then not done, or done, and may be asked once more, as with a hub whose answer was lost.
+    Its methods raise `StoreError` if the bucket fails. The operation may or may not have been done
+    then, and can be repeated, as with a hub whose answer was lost.
     """
 
-    def __init__(self, store: Store, core: Core) -> None:
+    def __init__(self, store: Store, core: HubCore) -> None:
         self._store, self.core = store, core
         self.number = 0
-        """Of the newest entry that is known; 0: none."""
+        """Number of the newest known entry; 0: no entry."""
         self._id, self._text, self._swept = "", "", 0
         core.journal.run(_OBJECTS)
         core.journal.run("DELETE FROM events")
@@ -141,12 +142,14 @@ class Chain:
 
     def open(self) -> None:
         """Find the newest entry."""
-        entry = self._newest()  # nothing is changed where this fails
+        entry = self._newest()  # nothing changes if this fails
         if entry is not None:
             self._have(*entry)
         else:
             if self.number:
-                log.warning("outer the journal at %s is gone: it begins anew", self._store.url)
+                log.warning(
+                    "outer the journal at %s is gone, so a new one is started", self._store.url
+                )
             self.number, self._id = 0, ""
             self._load(self._empty)
         self.follow()
@@ -165,10 +168,10 @@ class Chain:
         self.number, self._id = number, str(entry["chain"])
 
     def follow(self, *, looks_around: bool = False) -> bool:
-        """Take what others have changed; whether there was anything.
+        """Read changes of other clusters; returns whether there were any.
 
         Args:
-            looks_around: find out, too, whether this one has fallen far behind.
+            looks_around: also check whether this cluster has fallen far behind.
         """
         before = self.number, self._id
         while self._take(self.number + 1):
@@ -181,20 +184,20 @@ class Chain:
         return (self.number, self._id) != before
 
     def _pointed(self) -> int:
-        # Where the newest entry is, about: who has written one may have died before this.
+        # Approximate position of the newest entry: its writer may have died before updating this.
         try:
             data = self._store.read("newest", _POINTER_BYTES)
         except StoreError as error:
             if error.kind != "odd":
                 raise
-            data = None  # it only helps
+            data = None  # it is only a hint
         return number_of((data or b"").decode("ascii", "replace")) or 0
 
     def _has(self, number: int) -> bool:
         return self._store.read(_name(number)) is not None
 
     def _take(self, number: int) -> bool:
-        # Take an entry, if it is there and of this chain.
+        # Load an entry, if it exists and belongs to this chain.
         entry = self._entry(number)
         if entry is None:
             return False
@@ -234,15 +237,15 @@ class Chain:
         """Call a method of the core that changes nothing.
 
         Raises:
-            ConfigError: the journal holds a value that isles does not write.
+            ConfigError: the journal contains a value that isles does not write.
         """
         with self._sound():
             return call()
 
     @contextmanager
     def _sound(self) -> Iterator[None]:
-        # Who can write to the bucket can write values that the core never had, and what Python then
-        # raises has no limit: any error but those of this machine and of the store is of a value.
+        # Others can write values that the core never had, and Python may then raise any error. So
+        # every error, except errors of this machine and of the store, is an invalid value.
         try:
             yield
         except (Refusal, UserError, StoreError, OSError, MemoryError):
@@ -254,7 +257,7 @@ class Chain:
                 why = f"{error.title} {'.'.join(map(str, first['loc']))}: {first['msg']}"
             why = ascii(why)[1:-1][:300] or type(error).__name__
             raise ConfigError(
-                f"the journal holds a value that isles does not write: {why}",
+                f"the journal contains a value that isles does not write: {why}",
                 where=self._store.url,
                 fix=_FIX,
                 id="bucket.refused",
@@ -263,15 +266,15 @@ class Chain:
     # Writing.
 
     def change(self, by: str, call: Callable[[], T]) -> T:
-        """Call a method of the core on the newest entry; what it changes is the next.
+        """Call a method of the core on the newest entry, and write its changes as the next entry.
 
         Args:
-            by: who does so, for people.
+            by: description of the change, for people.
             call: may be called more than once.
 
         Raises:
-            Refusal: the core says no; what it has noted is written.
-            ConfigError: the journal holds a value that isles does not write.
+            Refusal: the core refuses; its notes are written.
+            ConfigError: the journal contains a value that isles does not write.
         """
         while True:
             refusal: Refusal | None = None
@@ -288,10 +291,10 @@ class Chain:
                     raise refusal
                 return result
             if not self.follow():
-                time.sleep(_AGAIN_S)  # it is there, and not yet to be read
+                time.sleep(_AGAIN_S)  # it exists, but cannot be read yet
 
     def _write(self, by: str) -> bool:
-        # Write the next entry, if anything has changed; False: another has written one.
+        # Write the next entry, if anything has changed; False: another cluster has written it.
         before = self._text
         text = self._dump()
         if text == before:
@@ -308,7 +311,7 @@ class Chain:
                 self._load(before)
         if is_next:
             self.number, self._id, self._text = number, chain, text
-            with suppress(StoreError):  # it only helps those who come
+            with suppress(StoreError):  # it is only a hint for clusters that join
                 self._store.write("newest", b"%d" % number)
         elif is_won:
             self._store.delete([_name(number)])
@@ -316,12 +319,13 @@ class Chain:
         return is_next
 
     def _is_past(self, number: int) -> bool:
-        # Whether an entry that was just written is not the next one, but one that was deleted.
+        # Whether an entry that was just written replaces a deleted entry, instead of being the
+        # next.
         is_first = number == 1
         return self._pointed() >= number + _KEPT // 2 or not (is_first or self._has(number - 1))
 
     def sweep(self) -> None:
-        """Delete entries that nobody can need, the oldest first."""
+        """Delete entries that are no longer needed, the oldest first."""
         if self.number - self._swept >= _SWEEP_EVERY:
             self._swept = self.number
             old = [number for number in self._listed() if number < self.number - _KEPT]
@@ -342,7 +346,7 @@ class Chain:
         return json.dumps(tables)
 
     def _prune(self) -> None:
-        # What no rule looks at any more: an entry is read by everybody.
+        # Rows that no rule needs any more: all clusters read every entry.
         core, run = self.core, self.core.journal.run
         core.rounds.prune()
         run("DELETE FROM objects WHERE round < ?", core.rounds.next)
@@ -368,7 +372,7 @@ def _decode(data: bytes, where: str) -> dict[str, Any]:
                     if not _is_sound(value, kind):
                         raise ValueError(f"{name}.{column} is {ascii(value)[:60]}")
     except (ValueError, KeyError, TypeError, RecursionError, zlib.error) as error:
-        what = f"this is no entry of a journal of isles: {error}"
+        what = f"this is not an entry of a journal of isles: {error}"
         raise ConfigError(what, where=where, fix=_FIX, id="bucket.refused") from None
     found: dict[str, Any] = entry
     return found
@@ -385,9 +389,9 @@ def _unpacked(data: bytes) -> bytes:
 
 def _is_sound(value: object, kind: str) -> bool:
     match kind:
-        case "end":  # of a member that has not ended
+        case "end":  # None for a member that has not ended
             return value is None or _is_sound(value, _COUNT)
-        case "real":  # sqlite takes an int of 64 bits only
+        case "real":  # sqlite accepts only 64-bit integers
             return (type(value) is float and abs(value) < 1e300) or (
                 type(value) is int and value in range(-(2**62), 2**62)
             )

@@ -1,4 +1,4 @@
-"""Requests to a bucket that are tried again, and files in pieces, each an object of its own."""
+"""Requests to a bucket with retries, and files in pieces, each a separate object."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ R = TypeVar("R")
 PIECE_BYTES = 2 * 2**20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 _THREADS, _TRANSFERS, _AT_ONCE = 4, 4, 2
-"""Two pools: what many bytes wait for must not hold up a heartbeat. With the chain's thread they
-are fewer than the ten connections of the bucket's driver."""
+"""Sizes of two thread pools: large transfers must not delay a heartbeat. Together with the chain's
+thread they use fewer than the ten connections of the bucket's driver."""
 _FOREVER_S = 1e9
 
 
 class BucketRefusal(HubRefusal):
-    """The bucket, or what lies in it, lets this cluster do nothing as things are."""
+    """The bucket, or its content, prevents this cluster from taking part."""
 
     id = "bucket.refused"
 
 
 class Missing(Exception):
-    """What should lie in the bucket does not, or other bytes do."""
+    """An object is missing in the bucket, or has other bytes than announced."""
 
 
-class Link:
-    """One cluster's way to a bucket; for one event loop.
+class BucketLink:
+    """One cluster's connection to a bucket; for one event loop.
 
     Args:
-        report: told why something is tried again, once for each reason.
+        report: called with the reason of retries, once for each reason.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class Link:
 
         Raises:
             DeadlineError: it has not worked by the deadline.
-            BucketRefusal: trying again would not help.
+            BucketRefusal: another try would not help.
         """
         loop = asyncio.get_running_loop()
         end, pause_s = loop.time() + deadline_s, _FIRST_PAUSE_S
-        kind, last = "away", "it does not answer"
+        kind, last = "away", "no answer"
         while True:
             try:
                 async with asyncio.timeout_at(end):
@@ -101,20 +101,20 @@ class Link:
             delay_s = pause_s * random.uniform(0.5, 1.0)
             if loop.time() + delay_s >= end:
                 raise DeadlineError(
-                    f"{what} has not worked for {deadline_s:.0f} s; at last: {last}",
+                    f"{what} failed for {deadline_s:.0f} s; the last error was {last}",
                     where=self.store.url,
                     fix=FIXES[kind],
                     id="bucket.away",
                 )
             if last != self._reported:
                 self._reported = last
-                self._report(f"{what} is tried again: {last}")
+                self._report(f"{what} failed, trying again: {last}")
             await asyncio.sleep(delay_s)
 
     # Files.
 
     async def put(self, place: str, path: Path) -> None:
-        """Write a file, or what is not there of it; its bytes belong to the place for ever."""
+        """Write a file, or its missing pieces; the content of a place never changes."""
         size_bytes = path.stat().st_size
         handle = os.open(path, os.O_RDONLY)
 
@@ -135,13 +135,13 @@ class Link:
             os.close(handle)
 
     async def get(self, place: str, size_bytes: int, digest: str, target: Path) -> None:
-        """Fetch a file. The target is there only when it is whole.
+        """Fetch a file. The target exists only when it is complete.
 
         Args:
-            digest: of its chunks' hashes, as `hash_chunks` finds them.
+            digest: digest of its chunks' hashes, from `hash_chunks`.
 
         Raises:
-            Missing: it is not there, or not what was announced.
+            Missing: it does not exist, or differs from its announcement.
         """
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = target.with_name(f"{target.name}.partial")
@@ -154,7 +154,7 @@ class Link:
             read = partial(self.store.read, name)
             data = await self.within(self._transfers, f"reading {name}", _FOREVER_S, read)
             if data is None or len(data) != size:
-                found = "is not there" if data is None else f"has {len(data)} bytes, not {size}"
+                found = "is missing" if data is None else f"has {len(data)} bytes, not {size}"
                 raise Missing(f"{name} {found}")
             self.down.total += size
             await asyncio.to_thread(os.pwrite, handle, data, start)
@@ -166,18 +166,18 @@ class Link:
         finally:
             os.close(handle)
         if not await asyncio.to_thread(is_whole, beside, digest):
-            raise Missing(f"{place} is not what was announced")
+            raise Missing(f"{place} differs from its announcement")
         beside.replace(target)
 
     def forget(self, places: Iterable[str]) -> None:
-        """What was sent to these places may be deleted."""
+        """Allow deletion of everything sent to these places."""
         gone = tuple(places)
         self._sent = {name for name in self._sent if not name.startswith(gone)}
 
 
 def refusal(error: StoreError, url: str) -> BucketRefusal:
-    """What a user is told of an error that does not pass by itself."""
-    words = {"forbidden": "it is forbidden: ", "missing": "there is no such bucket: "}
+    """The error for the user, for a failure that does not pass by itself."""
+    words = {"forbidden": "access is forbidden: ", "missing": "the bucket does not exist: "}
     what = f"{words.get(error.kind, '')}{error.what}"
     return BucketRefusal(error.kind, what, where=url, fix=FIXES[error.kind])
 
@@ -187,7 +187,7 @@ def is_whole(path: Path, digest: str) -> bool:
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copy a file, which is then there as a whole."""
+    """Copy a file; the target appears only when it is complete."""
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_name(f"{target.name}.partial")
     shutil.copyfile(source, beside)
@@ -195,7 +195,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 def as_refusal(error: ConfigError) -> BucketRefusal:
-    """What lies in the bucket is no journal that this version can read."""
+    """The error for a bucket without a journal that this version can read."""
     return BucketRefusal("malformed", error.what, where=error.where, fix=error.fix)
 
 

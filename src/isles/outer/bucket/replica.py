@@ -1,7 +1,7 @@
-"""What a cluster does for all, as the hub would: looks who lives, closes rounds, averages them.
+"""Hub duties of a cluster that meets others in a bucket: watch members, close rounds, average.
 
-Every cluster does so with its own copy of the memory (`chain.py`). Whoever comes first writes what
-follows; what the others find out at the same time changes nothing any more.
+Every cluster does them with its own copy of the memory (`chain.py`). The first one writes the
+result; the same result from other clusters changes nothing.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pydantic import ValidationError
 from isles.config.foreign import parse_json
 from isles.errors import CommunicationError, ConfigError
 from isles.outer.bucket.chain import Chain
-from isles.outer.bucket.link import BucketRefusal, Link, Missing, copy, is_whole
-from isles.outer.hub.core import Core, differences, status
-from isles.outer.hub.files import Job, average, measure, part_bytes
+from isles.outer.bucket.link import BucketLink, BucketRefusal, Missing, copy, is_whole
+from isles.outer.hub.core import HubCore, differences, status
+from isles.outer.hub.files import AveragingJob, average, measure, part_bytes
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.rules import Refusal, Settings
 from isles.outer.hub.work import AwakeClock
@@ -38,31 +38,32 @@ T = TypeVar("T")
 
 _POLL_S, _STRUCK_S = 1.0, 3.0
 _LONGEST_LOOK_S = 3 * _POLL_S
-"""Of the time between two looks so much counts at most: nobody is silent while there are none."""
+"""Maximum time counted between two looks: members are not silent while this process does
+not look."""
 _AROUND = 5
 _TURN_S = 30.0
-"""An average that does not come is made by the next cluster after so long, too."""
+"""Seconds after which the next cluster also computes an average that has not arrived."""
 _LONGEST = 80
 _LOOK_S, _AVERAGE_S = 60.0, 600.0
 BEAT_BYTES = 4096
-"""Limit of a heartbeat. The longest values of `Heartbeat` take less than 700."""
+"""Limit of a heartbeat in bytes. The longest values of `Heartbeat` take less than 700."""
 _SHOWN = ("round", "fragments", "members", "open", "heavy")
 
 
 class Replica:
-    """The hub's memory at one cluster, and what it does with it.
+    """One cluster's copy of the hub's memory, and its hub duties.
 
     Args:
-        settings: the rules of the run.
-        folder: for contributions and averages on their way.
-        name: this cluster's.
-        own: where this cluster's own contribution to an outer step lies, if it does.
-        show: takes what people see of all clusters.
+        settings: settings of the run.
+        folder: folder for contributions and averages in transfer.
+        name: name of this cluster.
+        own: returns the file of this cluster's own contribution to an outer step, if it exists.
+        show: called with what all clusters show to people.
     """
 
     def __init__(
         self,
-        link: Link,
+        link: BucketLink,
         settings: Mapping[str, Any],
         folder: Path,
         name: str,
@@ -72,15 +73,15 @@ class Replica:
         self._clock = AwakeClock(longest_tick_s=_LONGEST_LOOK_S)
         folder.mkdir(parents=True, exist_ok=True)
         rules, memory = Settings.model_validate(settings), Journal(Path(":memory:"))
-        self.core = Core(folder, rules, self._clock.now, memory)
+        self.core = HubCore(folder, rules, self._clock.now, memory)
         self.chain = Chain(link.store, self.core)
         self.changed = asyncio.Event()
-        """Set, and then another, when something has changed that somebody may wait for."""
+        """Set, and then replaced, at each change that somebody may wait for."""
         self.number = 0
-        """This cluster's, as a member."""
+        """Id of this cluster as a member."""
         self.joined: Join | None = None
-        """What this cluster has joined with. The sizes of files follow from it, not from the
-        journal, which others write."""
+        """This cluster's join request. Sizes of files are derived from it, not from the journal,
+        which others write."""
         self._link, self._name, self._own, self._show = link, name, own, show
         self._thread = ThreadPoolExecutor(1, "chain")
         self._poke = asyncio.Event()
@@ -95,10 +96,10 @@ class Replica:
     # The memory.
 
     async def ask(self, call: Callable[[], T]) -> T:
-        """Read from the memory as it is known here.
+        """Read from the local copy of the memory.
 
         Raises:
-            ConfigError: the journal holds a value that isles does not write.
+            ConfigError: the journal contains a value that isles does not write.
         """
         loop = asyncio.get_running_loop()
         checked = partial(self._of_this_run, call)
@@ -108,16 +109,18 @@ class Replica:
         first, joined = self.core.rounds.first, self.joined
         if first is not None and joined is not None:
             found = [
-                f"{key} is {there[:_LONGEST]!a} there and {here[:_LONGEST]!a} here"
+                f"{key} is {there[:_LONGEST]!a} there, but {here[:_LONGEST]!a} in this cluster"
                 for key, (there, here) in differences(first, joined).items()
             ]
             if first.pieces != joined.pieces:
-                found.append("the pieces into which the weights are cut differ")
+                found.append("the weights are divided into different pieces")
             if found:
                 raise ConfigError(
-                    f"the journal is not of the run that this cluster has joined: {found[0]}",
+                    "the journal belongs to another run than the one that this cluster has "
+                    f"joined: {found[0]}",
                     where=self._link.store.url,
-                    fix="see who can write to the bucket; if that is right, take an empty prefix",
+                    fix="check who can write to the bucket; if that is as intended, use an empty "
+                    "prefix",
                     id="bucket.refused",
                 )
         return call()
@@ -126,13 +129,14 @@ class Replica:
         await self._link.within(self._thread, "reading the journal", deadline_s, self.chain.open)
 
     async def change(self, what: str, call: Callable[[], T], deadline_s: float) -> T:
-        """Change the memory, for all.
+        """Change the memory, for all clusters.
 
         Args:
-            call: of the core; it may be called more than once.
+            what: description of the change.
+            call: method of the core; it may be called more than once.
 
         Raises:
-            Refusal: the core says no.
+            Refusal: the core refuses.
         """
         before = self.chain.number
         try:
@@ -145,7 +149,7 @@ class Replica:
                 self.wake()
 
     def wake(self) -> None:
-        """Let all who wait for news look again."""
+        """Wake all tasks that wait for news."""
         self.changed.set()
         self.changed = asyncio.Event()
         self._poke.set()
@@ -153,7 +157,7 @@ class Replica:
     # Looking.
 
     async def look(self) -> None:
-        """Look what the others do, and do what is to be done for all, again and again."""
+        """Watch the other clusters, and do the hub duties, in a loop."""
         while True:
             pause_s, before = _POLL_S, self.chain.number
             self._poke.clear()
@@ -166,14 +170,15 @@ class Replica:
                 found = await self.ask(lambda: status(self.core))
                 self._show({**{key: found[key] for key in _SHOWN}, "at": time.time()})
             except (StoreError, TimeoutError) as error:
-                log.info("outer the bucket cannot be looked at: %s", error)
+                log.info("outer cannot read the bucket: %s", error)
                 pause_s = _STRUCK_S
-            # Not `wait_for`: Python 3.11's forgets that it was cancelled where both come at once.
+            # Not `wait_for`: Python 3.11's forgets that it was cancelled if both happen at the same
+            # time.
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._poke.wait()
 
-    async def _look(self) -> Job | None:
+    async def _look(self) -> AveragingJob | None:
         self._looks += 1
         looks_around = self._looks % _AROUND == 0
 
@@ -191,7 +196,7 @@ class Replica:
             )
             self._clock.tick()
 
-            def tend() -> Job | None:
+            def tend() -> AveragingJob | None:
                 heard = self._beats
                 self._beats = {number: heard[number] for number, _ in others if number in heard}
                 for (number, _), beat in zip(others, beats, strict=True):
@@ -210,7 +215,7 @@ class Replica:
         except StoreError as error:
             if error.kind != "odd":
                 raise
-            return b""  # as good as any that cannot be read: the others are heard
+            return b""  # counts as an unreadable heartbeat; the other members are still seen
 
     def _hear(self, number: int, beat: bytes) -> None:
         core = self.core
@@ -218,7 +223,7 @@ class Replica:
             said = parse_json(beat)
             heartbeat, asks = Heartbeat.model_validate(said["heartbeat"]), said["asks"]
         except (ValidationError, ValueError, KeyError, TypeError, RecursionError):
-            log.info("outer the heartbeat of member %d cannot be read", number)
+            log.info("outer cannot read the heartbeat of member %d", number)
             return
         before = core.membership.heartbeats.get(number)
         core.membership.touch(number)
@@ -230,12 +235,12 @@ class Replica:
         if asks == self._name:
             core.states.ask(self.number)
 
-    def _tend(self) -> Job | None:
+    def _tend(self) -> AveragingJob | None:
         self.core.membership.drop_silent()
         return self.close_round()
 
-    def close_round(self) -> Job | None:
-        """The next round to be averaged, if it is closed, or can be now; part of a change."""
+    def close_round(self) -> AveragingJob | None:
+        """The next round to average, if it is closed or can be closed now; part of a change."""
         journal, job = self.core.journal, self.core.rounds.close()
         if job is not None and (journal.get("averager") or "").split(" ")[0] != f"{job.outer_step}":
             journal.put("averager", f"{job.outer_step} {self.number}")
@@ -243,8 +248,8 @@ class Replica:
 
     # Averaging.
 
-    def _is_my_turn(self, job: Job) -> bool:
-        # Who has closed a round averages it; where that dies, or takes long, the next one does.
+    def _is_my_turn(self, job: AveragingJob) -> bool:
+        # The cluster that closed a round averages it; if it dies or is slow, the next one does.
         outer_step = job.outer_step
         if self._averaging is not None:
             return False
@@ -258,7 +263,7 @@ class Replica:
         waited_s = self._clock.now() - self._closed[1]
         return waited_s >= order.index(self.number) * _TURN_S
 
-    async def _average(self, job: Job) -> None:
+    async def _average(self, job: AveragingJob) -> None:
         try:
             await self._make_average(job)
         except Refusal as error:
@@ -267,13 +272,13 @@ class Replica:
             log.warning("outer round %d is not averaged yet: %s", job.outer_step, error)
             await asyncio.sleep(_STRUCK_S)
         except (ValueError, RuntimeError, MemoryError):
-            log.exception("outer round %d cannot be averaged now", job.outer_step)
+            log.exception("outer cannot average round %d now", job.outer_step)
             await asyncio.sleep(_STRUCK_S)
         finally:
             self._averaging = None
             self._poke.set()
 
-    async def _make_average(self, job: Job) -> None:
+    async def _make_average(self, job: AveragingJob) -> None:
         step, core, link = job.outer_step, self.core, self._link
         sql = "SELECT * FROM objects WHERE round = ?"
         rows = await self.ask(lambda: core.journal.rows(sql, step))
@@ -299,7 +304,7 @@ class Replica:
                 why = f"its contribution is not in the bucket: {error}"
                 await self._leave_out(step, number, why)
                 return
-        # Each cluster has measured its own contribution, and a changed program may say anything.
+        # Each cluster has measured its own contribution, so the norm must be verified.
         found = await asyncio.to_thread(measure, codec, pieces, job)
         measured = partial(core.measured, step, found)
         if await self.change(f"measuring round {step}", measured, _AVERAGE_S):
@@ -325,8 +330,8 @@ class Replica:
         await self.change(f"leaving a contribution out of round {step}", leave_out, _AVERAGE_S)
 
     async def _sweep(self) -> None:
-        # Delete what nobody can need. What was done before is never wanted again, so an old view
-        # of the memory does no harm.
+        # Delete objects that are no longer needed. Finished work is never needed again, so an old
+        # view of the memory does no harm.
         core, store = self.core, self._link.store
         following, kept_since = await self.ask(lambda: (core.rounds.next, core.rounds.kept_since))
         sql = "SELECT seq FROM sqlite_sequence WHERE name = 'states'"
@@ -355,17 +360,17 @@ class Replica:
 
 
 def part_place(outer_step: int, number: int, digest: str) -> str:
-    """Where a contribution lies in the bucket."""
+    """Name of a contribution in the bucket."""
     return f"rounds/{outer_step:08d}/part-{number}-{digest[:16]}"
 
 
 def average_place(outer_step: int, digest: str) -> str:
-    """Where an average lies in the bucket."""
+    """Name of an average in the bucket."""
     return f"rounds/{outer_step:08d}/average-{digest[:16]}"
 
 
 def state_place(state: int, index: int, digest: str) -> str:
-    """Where a file of a state lies in the bucket."""
+    """Name of a file of a state in the bucket."""
     return f"states/{state:08d}/{index}-{digest[:16]}"
 
 
@@ -375,5 +380,5 @@ def _number(name: str) -> int:
 
 
 def refused(error: Refusal, url: str) -> BucketRefusal:
-    """The core's no, as a client is told."""
+    """The core's refusal, in the form of a client error."""
     return BucketRefusal(error.kind, error.what, where=url, fix=error.fix)

@@ -1,6 +1,6 @@
-"""What a cluster asks of its hub, by name.
+"""Requests of a cluster to its hub, by name.
 
-Every call ends by its deadline. A file that was cut off is gone on with, by either side.
+Every call ends by its deadline. Both sides can resume an interrupted file transfer.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from isles.outer.client.http import Channel, DeadlineError, HubRefusal, RateLimit
+from isles.outer.client.http import DeadlineError, HubConnection, HubRefusal, RateLimit
 from isles.outer.client.sizes import average_fault, state_fault
 from isles.outer.messages import (
     Answer,
@@ -45,12 +45,12 @@ _SEAL_S = 300.0
 class HubApi:
     """The requests of one cluster; for one event loop.
 
-    Each method has a deadline in seconds, and raises `HubRefusal` where the hub says no, and
-    `DeadlineError` where it is over.
+    Each method has a deadline in seconds. It raises `HubRefusal` if the hub refuses, and
+    `DeadlineError` after the deadline.
 
     Args:
         member_id: 32 hexadecimal digits that this cluster keeps for the whole run.
-        up, down: limits on files that are sent, and fetched; None: none.
+        up, down: limits on uploads and downloads; None: no limit.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class HubApi:
         down: RateLimit | None = None,
     ) -> None:
         self.id = member_id
-        self.channel = Channel(line, member_id, up or RateLimit(0.0), down or RateLimit(0.0))
+        self.channel = HubConnection(line, member_id, up or RateLimit(0.0), down or RateLimit(0.0))
         self._leases = 0
         self._joined: Join | None = None
 
@@ -76,7 +76,7 @@ class HubApi:
     # Membership.
 
     async def join(self, join: Join, deadline_s: float) -> JoinAnswer:
-        """Take part; also after a restart of this cluster, or where the hub forgot it."""
+        """Join the run; also after a restart of this cluster, or after the hub forgot it."""
         answer = await self.channel.ask("/v1/join", JoinAnswer, deadline_s, join)
         self._leases, self._joined = 0, join
         return answer
@@ -85,12 +85,13 @@ class HubApi:
         return await self.channel.ask("/v1/heartbeat", HeartbeatAnswer, deadline_s, heartbeat)
 
     async def show(self, record: str, deadline_s: float) -> None:
-        """Show people what this cluster does; the hub keeps the newest."""
+        """Publish what this cluster shows to people; the hub keeps the newest record."""
         body = Shown(id=self.id, record=record)
         await self.channel.ask("/v1/live", Answer, deadline_s, body)
 
     async def leave(self, deadline_s: float, *, has_finished: bool = False) -> None:
-        """End; what was leased and not trained on goes to others, at once or after a while."""
+        """Leave the run; untrained leased samples go to other clusters, immediately or after a
+        while."""
         body = LeaveRun(id=self.id, has_finished=has_finished)
         await self.channel.ask("/v1/leave", Answer, deadline_s, body)
 
@@ -98,7 +99,7 @@ class HubApi:
         await self.channel.ask("/v1/reset-done", Answer, deadline_s, OnlyId(id=self.id))
 
     async def lease(self, samples: int, deadline_s: float) -> Sequence[Interval]:
-        """Samples that are this cluster's alone."""
+        """Lease samples for this cluster alone."""
         self._leases += 1
         body = LeaseRequest(id=self.id, number=self._leases, samples=samples)
         return (await self.channel.ask("/v1/lease", LeaseAnswer, deadline_s, body)).samples
@@ -115,12 +116,12 @@ class HubApi:
         samples: Sequence[Interval],
         deadline_s: float,
     ) -> None:
-        """Send a contribution, or the rest of it, and have it counted.
+        """Upload a contribution, or the rest of it, and have it counted.
 
-        Args: as of `Contribution`; path: its encoded bytes, which must not change meanwhile.
+        Args: as in `Contribution`; path: its encoded bytes, which must not change during the call.
 
         Raises:
-            HubRefusal: kind `late`: the outer step is decided without it; `refused`: it holds
+            HubRefusal: kind `late`: the outer step is decided without it; `refused`: it contains
                 values that are not finite; `behind`: the state must be pulled first.
         """
         end = _now() + deadline_s
@@ -139,7 +140,7 @@ class HubApi:
             try:
                 await self.channel.upload(parts, path, hashes, end - _now())
             except HubRefusal as error:
-                # It was complete, before this process was started again.
+                # It was complete before this process was restarted.
                 if error.kind not in ("counted", "sealed"):
                     raise
             try:
@@ -148,7 +149,7 @@ class HubApi:
                 )
                 is_measured = answer.is_measured
             except HubRefusal as error:
-                # The hub came back from a crash with less than it had said it has.
+                # After a crash, the hub has less than it had reported.
                 if error.kind != "incomplete" or _now() > end:
                     raise
                 await asyncio.sleep(_AGAIN_S)
@@ -157,7 +158,8 @@ class HubApi:
         """Wait until an outer step is committed.
 
         Raises:
-            DeadlineError: it is not by the deadline; says whom it waits for.
+            DeadlineError: it is not committed by the deadline; the message lists the missing
+                clusters.
         """
         end = _now() + deadline_s
         while True:
@@ -172,14 +174,15 @@ class HubApi:
                     f"outer step {outer_step} is {answer.state} after {deadline_s:.0f} s; "
                     f"it waits for {waits}",
                     where=str(self.channel.line),
-                    fix="look at the clusters named; `wait: time_boxed` goes on without the slow",
+                    fix="check the clusters named above; `wait: time_boxed` does not wait for slow "
+                    "clusters",
                 )
 
     async def fetch_average(self, answer: RoundAnswer, target: Path, deadline_s: float) -> None:
-        """Fetch the average of a committed outer step. See `Channel.download`.
+        """Fetch the average of a committed outer step. See `HubConnection.download`.
 
         Raises:
-            HubRefusal: kind `protocol`: it has not the size of an average of this run.
+            HubRefusal: kind `protocol`: its size is wrong for an average of this run.
         """
         assert self._joined is not None, "not joined"
         self._refuse(average_fault(self._joined, answer))
@@ -187,7 +190,8 @@ class HubApi:
         await self.channel.download(place, answer.size_bytes, answer.digest, target, deadline_s)
 
     async def held(self, outer_step: int, deadline_s: float) -> bool:
-        """Report that an average lies here; whether, by the deadline, it does at all who live."""
+        """Report that this cluster has an average; returns whether all living clusters have it by
+        the deadline."""
         end = _now() + deadline_s
         while (left_s := end - _now()) > 0:
             place = f"/v1/rounds/{outer_step}/held?wait={min(left_s, _POLL_S):g}"
@@ -199,7 +203,7 @@ class HubApi:
         return False
 
     async def applied(self, outer_step: int, outer_params: str, deadline_s: float) -> None:
-        """Report which outer parameters an average has led to."""
+        """Report the digest of the outer parameters after an average."""
         body = Applied(id=self.id, outer_step=outer_step, outer_params=outer_params)
         await self.channel.ask("/v1/applied", Answer, deadline_s, body)
 
@@ -208,9 +212,9 @@ class HubApi:
     async def give_state(
         self, version: int, outer_params: Sequence[str], files: Sequence[Path], deadline_s: float
     ) -> None:
-        """Upload the outer state for a cluster that is behind, or the rest of it.
+        """Upload the outer state, or the rest of it, for a cluster that is behind.
 
-        Args: as of `StateOffer`; files: safetensors, which must not change meanwhile.
+        Args: as in `StateOffer`; files: safetensors, which must not change during the call.
         """
         end = _now() + deadline_s
         hashes = [await asyncio.to_thread(hash_chunks, path) for path in files]
@@ -230,11 +234,11 @@ class HubApi:
         await self.channel.ask(place, Answer, end - _now(), body, patience_s=_SEAL_S)
 
     async def pull_state(self, folder: Path, deadline_s: float) -> StateAnswer:
-        """Fetch the state that another cluster gives into a folder; what is there is kept.
+        """Fetch the state from another cluster into a folder; resumes an interrupted transfer.
 
         Raises:
-            DeadlineError: nobody has given it by the deadline; says who was asked.
-            HubRefusal: kind `protocol`: it has not the files of a state of this run.
+            DeadlineError: no state has arrived by the deadline; the message has its source.
+            HubRefusal: kind `protocol`: its files are wrong for a state of this run.
         """
         end = _now() + deadline_s
         while True:
@@ -255,20 +259,24 @@ class HubApi:
                         )
                     return answer
                 except HubRefusal as error:
-                    if error.kind != "no_state":  # gone meanwhile: there will be a newer one
+                    if (
+                        error.kind != "no_state"
+                    ):  # gone in the meantime: there will be a newer state
                         raise
             if _now() >= end:
-                source = answer.source or "nobody: no other cluster lives that is up to date"
+                source = answer.source or "no cluster (no other living cluster is up to date)"
                 raise DeadlineError(
-                    f"no state has come within {deadline_s:.0f} s; asked for it is {source}",
+                    f"no state has arrived within {deadline_s:.0f} s; it was requested from "
+                    f"{source}",
                     where=str(self.channel.line),
-                    fix="look at the log of the cluster named",
+                    fix="check the log of that cluster",
                 )
             await asyncio.sleep(_AGAIN_S)
 
     def _refuse(self, fault: str) -> None:
         if fault:
-            fix = "install the same version of isles there and here; if it is, do not trust the hub"
+            fix = "install the same version of isles on both machines; if the versions are equal, "
+            fix += "do not trust the hub"
             raise HubRefusal("protocol", fault, where=str(self.channel.line), fix=fix)
 
 

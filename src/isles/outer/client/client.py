@@ -1,7 +1,7 @@
-"""Rank 0's end of the hub: a thread that joins it, again and again, whatever happens there.
+"""Rank 0's client of the hub: a thread that joins the hub, and rejoins it after any failure.
 
-Nothing that rank 0 calls here waits for the network. What is computed in the thread must leave the
-interpreter to the inner steps: hashes, files and TLS release its lock.
+No call of rank 0 waits for the network. Work in the thread must leave the interpreter to the inner
+steps: hashes, files and TLS release the GIL.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from isles.outer.client.http import WHO_IS_THERE, HubRefusal
 from isles.outer.client.session import JOIN_AGAIN, Account, HubState, RejoinError, Session
 from isles.outer.client.spool import Spool
 from isles.outer.hivemind import HivemindSettings
-from isles.outer.layout import Layout
+from isles.outer.layout import FragmentLayout
 from isles.outer.messages import Apply, Command, End, Join, Lease, Pending
 from isles.run.join_line import JoinLine
 
@@ -36,21 +36,23 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 
 _KEPT_AVERAGES = 8
-"""Engine hivemind: so many averages stay for clusters that missed them."""
+"""Engine hivemind: number of averages that stay for clusters that missed them."""
 _PEERS_END_S = 15.0
-"""Engine hivemind: until others have left the hub that is hosted here, and the daemon has ended."""
+"""Engine hivemind: seconds until others have left the hub hosted here, and the daemon has
+exited."""
 _PATIENCE_S, _LOOK_S, _CLOSE_S = 90.0, 2.0, 10.0
 _PAUSE_S, _LONGEST_PAUSE_S, _HEALTHY_S = 0.5, 2.0, 20.0
 _WILL_PASS = {"name_taken", "full"}
-"""Refusals that a cluster meets which was started again before its former self was given up."""
+"""Refusals of a cluster that was restarted before its former process was given up."""
 
 
 class _Left(Exception):
     pass
 
 
-class Hub:
-    """What a rank has of other clusters: commands that come, and files; but of rank 0 nothing."""
+class OuterLink:
+    """Link to the other clusters: their commands, and the files of these commands. Base class; does
+    nothing on ranks other than 0."""
 
     def __init__(self, spool: Spool, state: HubState) -> None:
         self.state, self._spool = state, spool
@@ -58,44 +60,47 @@ class Hub:
         self._news = threading.Condition()
 
     def contribution_path(self, outer_step: int) -> Path:
-        """Where a contribution is to be written (`Cluster.encode`) before `contribute`."""
+        """Path of a contribution; write it (`Cluster.encode`) before `contribute`."""
         return self._spool.contribution(outer_step)
 
     def state_path(self, fragment: int) -> Path:
-        """Where the state is to be written (`Cluster.export_state`) before `give_state`."""
+        """Path of a fragment's state; write it (`Cluster.export_state`) before `give_state`."""
         return self._spool.given / f"fragment-{fragment}.safetensors"
 
     def contribute(self, pending: Pending) -> None:
-        """Upload a contribution; `Apply` tells what became of it.
+        """Upload a contribution; `Apply` reports the result.
 
-        Its file lies at `contribution_path`, and is the client's from now on. All outer steps
+        Its file is at `contribution_path`, and belongs to the client from now on. All outer steps
         before it are contributed to or missed.
         """
 
     def applied(self, outer_step: int, digest: str) -> None:
-        """An average was applied (also an empty one), which has led to these outer parameters."""
+        """Report that an average was applied (also an empty one), and the resulting outer
+        parameters."""
 
     def lease(self, num_samples: int) -> None:
-        """Ask for samples; `Lease` brings them. May be asked several times, ahead."""
+        """Request samples; `Lease` brings them. May be called several times, ahead of need."""
 
     def give_state(self, version: int, outer_params: Sequence[str]) -> None:
-        """What `SendState` asked for lies at the `state_path` of each fragment, and stays so."""
+        """Report that the state for `SendState` is at the `state_path` of each fragment, and stays
+        there."""
 
     def adopted(self, version: int, outer_params: Sequence[str]) -> None:
-        """`Adopt` is done; contributions under way are void."""
+        """Report that `Adopt` is done; contributions in transfer become void."""
 
     def reset_done(self) -> None:
-        """`Reset` is done."""
+        """Report that `Reset` is done."""
 
     def keep_since(self, version: int) -> None:
-        """The cluster may have to go on from a checkpoint with so many outer steps applied.
+        """Note that the cluster may have to resume from a checkpoint with `version` outer steps
+        applied.
 
-        Until this is called first it may be the one that it has been started from.
+        Until the first call, this is the checkpoint that the cluster was started from.
         """
         self._spool.since = version
 
     def report(self, **progress: Any) -> None:
-        """Set fields of the next `Heartbeat`. Costs nothing."""
+        """Set fields of the next `Heartbeat`; cheap."""
 
     def poll(self) -> list[Command]:
         """The commands since the last call, in order; never waits."""
@@ -110,28 +115,30 @@ class Hub:
             self._news.wait_for(lambda: not self._commands.empty(), timeout_s)
 
     def emit(self, command: Command) -> None:
-        """Have a command polled."""
+        """Queue a command for `poll`."""
         with self._news:
             self._commands.put(command)
             self._news.notify_all()
 
     def close(self, *, leaves: bool = True, has_finished: bool = False) -> None:
-        """End, within some seconds.
+        """Close the link, within some seconds.
 
         Args:
-            leaves: tell the hub, so that nobody waits for this cluster; it may join again.
-            has_finished: tell it that the training is over, too.
+            leaves: tell the hub, so that no cluster waits for this one; it may join again.
+            has_finished: also tell the hub that the training is over.
         """
 
 
-class Alone(Hub):
-    """Of a run of one cluster: its contribution is the average.
+class SingleCluster(OuterLink):
+    """Stand-in for the hub in a run of one cluster: each contribution comes back as the average.
 
     Args:
-        next_sample: the first that was never leased.
+        next_sample: first sample that was never leased.
     """
 
-    def __init__(self, layout: Layout, name: str, spool: Spool, *, next_sample: int) -> None:
+    def __init__(
+        self, layout: FragmentLayout, name: str, spool: Spool, *, next_sample: int
+    ) -> None:
         state = HubState(members=(name,), is_connected=True, is_joined=True, decided=spool.version)
         super().__init__(spool, state)
         self._layout, self._name, self._next_sample = layout, name, next_sample
@@ -158,7 +165,7 @@ class Alone(Hub):
         self.emit(Lease(((start, self._next_sample),)))
 
     def report(self, **progress: Any) -> None:
-        if progress.get("ends"):  # nobody has an outer step that is still to come
+        if progress.get("ends"):  # no cluster has an outer step left
             self.emit(End(0))
 
 
@@ -184,33 +191,33 @@ def _open_bucket(settings: BucketSettings, account: Account) -> BucketApi:
 def in_loop(
     method: Callable[Concatenate[HubClient, P], None],
 ) -> Callable[Concatenate[HubClient, P], None]:
-    """Run a method in the client's thread; nobody waits for it."""
+    """Run a method in the client's thread, without waiting for it."""
 
     @functools.wraps(method)
     def call(self: HubClient, /, *args: P.args, **kwargs: P.kwargs) -> None:
         work = functools.partial(method, self, *args, **kwargs)
-        with suppress(RuntimeError):  # the thread has ended: see `HubState.refusal`
+        with suppress(RuntimeError):  # the thread has exited: see `HubState.refusal`
             self.loop.call_soon_threadsafe(work)
 
     return call
 
 
-class HubClient(Hub):
-    """Joins the other clusters at once, in a thread. To be used by one thread of rank 0.
+class HubClient(OuterLink):
+    """Joins the other clusters, in a thread. Use it from one thread of rank 0.
 
-    No method waits for the network, save `wait` and `close`, which have deadlines.
+    No method waits for the network, except `wait` and `close`, which have deadlines.
 
     Args:
-        join: what the cluster joins with; from here on the client keeps account of it.
-        join_file: holds the join line (mode 0600); engine hivemind makes its own.
-        spool: a folder of this cluster's own, kept over attempts; contributions and averages lie
-            in it for a while.
-        note: takes lines for the user, in the thread.
-        max_bytes_per_s: limit on what is sent, and on what is fetched, on the wire; 0: none.
-        heartbeat_s: between two heartbeats.
-        shows: gives what people see of this cluster through the hub; see `isles.run.relay`.
-        hivemind: the hub is in one of the clusters; None: it was started by itself.
-        bucket: the clusters meet in a bucket, and there is no hub.
+        join: the cluster's join request; the client keeps it up to date.
+        join_file: file with the join line (mode 0600); engine hivemind writes its own.
+        spool: a folder of this cluster, kept over attempts, for contributions and averages in
+            transfer.
+        note: prints lines for the user; called in the thread.
+        max_bytes_per_s: limit on uploads, and on downloads, on the wire; 0: no limit.
+        heartbeat_s: seconds between two heartbeats.
+        shows: returns what this cluster shows to people through the hub; see `isles.run.relay`.
+        hivemind: settings if one of the clusters hosts the hub; None: the hub runs separately.
+        bucket: settings if the clusters meet in a bucket, without a hub.
     """
 
     def __init__(
@@ -246,7 +253,7 @@ class HubClient(Hub):
         self._thread = threading.Thread(target=self._serve, name="hub", daemon=True)
         self._thread.start()
 
-    # What rank 0 has done.
+    # Reports from rank 0.
 
     @in_loop
     def contribute(self, pending: Pending) -> None:
@@ -261,7 +268,7 @@ class HubClient(Hub):
         self._spool.note_outer_params(outer_step, digest)
         self._spool.version = outer_step + 1
         for late in [other for other in account.pending if other <= outer_step]:
-            del account.pending[late]  # it came after the outer step was decided
+            del account.pending[late]  # it arrived after the outer step was decided
         self._spool.tidy()
         if self._session is not None:
             self._session.applied(outer_step, digest)
@@ -317,14 +324,14 @@ class HubClient(Hub):
         except asyncio.CancelledError:
             pass
         except BaseException:  # the edge of a thread
-            log.exception("what speaks with the hub has ended")
+            log.exception("hub client thread stopped")
         finally:
             with suppress(RuntimeError):
                 self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()
 
     async def _run(self) -> None:
-        # One session after the other, until `close`, or until the hub says no for good.
+        # One session after the other, until `close`, or until the hub refuses for good.
         pause_s = _PAUSE_S
         try:
             while True:
@@ -351,10 +358,10 @@ class HubClient(Hub):
         refused_s = time.monotonic() - (self._refused_at or time.monotonic())
         match error:
             case RejoinError():
-                log.info("to join anew: %s", error)
+                log.info("rejoining: %s", error)
             case HubRefusal() if error.kind in JOIN_AGAIN or error.kind == "early":
-                # early: it was committed by a hub that is gone, and this one does not know of it.
-                log.info("to join anew: %s", error.what)
+                # early: a hub that is gone committed it, and this hub does not know it.
+                log.info("rejoining: %s", error.what)
             case HubRefusal() if error.kind == "ahead" and node is not None:
                 node.knows_more()
             case HubRefusal() if (error.kind in _WILL_PASS and refused_s < _PATIENCE_S) or (
@@ -363,20 +370,20 @@ class HubClient(Hub):
                 account.is_lost(error.what)
             case HubRefusal() | ConfigError() | MissingDependencyError():
                 who = "hub" if self._bucket is None else "bucket"
-                what = f"the {who} does not let this cluster in: {error.what}; {error.fix}"
+                what = f"the {who} refuses this cluster: {error.what}; {error.fix}"
                 account.report(what, warns=True)
                 account.state.refusal = error
                 return True
             case CommunicationError():
                 account.is_lost(error.what)
             case _:
-                what = "what speaks with the hub has failed"
+                what = "the hub client failed"
                 log.error(what, exc_info=error)
-                account.report(f"{what}: {error!r}; it begins anew", warns=True)
+                account.report(f"{what} and restarts ({error!r})", warns=True)
         return False
 
     async def _take_part(self) -> BaseException:
-        # For as long as the hub knows this cluster; why no longer.
+        # Runs while the hub knows this cluster; returns why it ended.
         account = self._account
         self._begin_anew.clear()
         try:
@@ -396,7 +403,7 @@ class HubClient(Hub):
                 await session.join()
                 self._session, self._refused_at = session, None
                 await self._begin_anew.wait()
-                raise RejoinError("the state of another cluster is taken over")
+                raise RejoinError("copying the state of another cluster")
         except Exception as group_error:
             error: BaseException = group_error
             while isinstance(error, BaseExceptionGroup):
@@ -416,7 +423,7 @@ class HubClient(Hub):
         account.node.begin()
 
     async def _watch(self, line: JoinLine | None) -> None:
-        # Join anew where there is another join line; find out where hivemind's part has failed.
+        # Rejoin if the join line has changed; detect failures of hivemind's part.
         while True:
             await asyncio.sleep(_LOOK_S)
             with suppress(ConfigError):

@@ -1,4 +1,4 @@
-"""Requests to the hub, and files in chunks both ways; each is tried again until a deadline."""
+"""Requests to the hub, and chunked files in both directions; each is retried until a deadline."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ _CONNECT_S, _SILENT_S = 10.0, 20.0
 _BURST_S = 0.05
 _SLICE, _BIG_SLICE = 1 << 16, 1 << 18
 _AT_ONCE = 4
-"""Chunks of a file that travel at a time."""
+"""Number of chunks of a file in transfer at a time."""
 _CHUNK_TEXT = 100
-"""Letters of an answer about one chunk of a file."""
+"""Limit of an answer about one chunk of a file, in characters."""
 _ERROR_BYTES, _MOST_LETTERS = 2**16, 500
 _WRONG_HASHES = 3
 _SECRET = re.compile(r"[0-9a-f]{32}")
-"""A member's id, in an address: who knows it can speak in its name."""
+"""Pattern of a member's id in an address; it is secret, because it authorizes requests."""
 WHO_IS_THERE = frozenset({"token", "certificate", "http", "protocol", "forbidden", "missing"})
-"""Refusals by somebody who may only for a while stand where the hub was; or by a bucket, whose
+"""Refusals of a server that may only temporarily answer in place of the hub; or of a bucket, whose
 credentials may be renewed."""
 _TRY_AGAIN = frozenset({408, 429, 500, 502, 503, 504, 507})
 
 
 class HubRefusal(CommunicationError):
-    """The hub has understood, and says no; `kind` is one word for programs."""
+    """The hub has understood the request and refuses it; `kind` is one word for programs."""
 
     id = "hub.refused"
 
@@ -66,7 +66,7 @@ class HubRefusal(CommunicationError):
 
 
 class DeadlineError(CommunicationError):
-    """What was asked for has not come in time."""
+    """A request has not succeeded by its deadline."""
 
 
 class _TryAgain(Exception):
@@ -78,11 +78,11 @@ class _Hashes(RootModel[list[Sha256]]):
 
 
 class RateLimit:
-    """Limit on bytes per second, shared by all connections that ask it; first come, first served.
+    """Limit on bytes per second, shared by all connections that use it, in order of arrival.
 
     Args:
         bytes_per_s: 0: no limit. It may be changed at any time.
-        clock: seconds that only grow; left out, the event loop's.
+        clock: monotonic seconds; default: the event loop's.
     """
 
     def __init__(self, bytes_per_s: float, clock: Callable[[], float] | None = None) -> None:
@@ -93,7 +93,7 @@ class RateLimit:
         self._free_at = 0.0
 
     def delay(self, num_bytes: int) -> float:
-        """Count bytes in; seconds until they may pass."""
+        """Count bytes; returns the seconds until they may pass."""
         if self.bytes_per_s <= 0:
             return 0.0
         now = self._clock() if self._clock else asyncio.get_running_loop().time()
@@ -101,11 +101,11 @@ class RateLimit:
         return max(0.0, self._free_at - now)
 
 
-class Channel:
+class HubConnection:
     """All connections of one cluster to its hub.
 
-    A request is tried until it works or its deadline is over, with `DeadlineError`. Where the hub
-    says no, or is another one, it raises `HubRefusal`.
+    A request is retried until it works or its deadline is over, with `DeadlineError`. If the hub
+    refuses, or is a different hub, it raises `HubRefusal`.
     """
 
     def __init__(self, line: JoinLine, member_id: str, up: RateLimit, down: RateLimit) -> None:
@@ -119,13 +119,13 @@ class Channel:
             keepalive_timeout=30.0,
             socket_factory=_make_socket,
         )
-        # With the id the hub knows whose share of its memory this is.
+        # The id tells the hub which member's limits apply.
         headers = {"Authorization": f"Bearer {self.line.token}", "X-Member": self._member_id}
         self._session = aiohttp.ClientSession(
             self.line.url,
             connector=connector,
             headers=headers,
-            auto_decompress=False,  # the hub packs nothing, and a packed answer has no limit
+            auto_decompress=False,  # a compressed answer could be unlimited
             cookie_jar=aiohttp.DummyCookieJar(),
         )
 
@@ -156,9 +156,9 @@ class Channel:
             except ValidationError as error:
                 raise HubRefusal(
                     "protocol",
-                    f"the hub gives an answer that is not a {kind.__name__}",
+                    f"the answer of the hub is not a valid {kind.__name__}",
                     where=str(self.line),
-                    fix="install the same version of isles there and here",
+                    fix="install the same version of isles on both machines",
                 ) from error
 
         return await self._until(attempt, deadline_s, f"{method} {path}")
@@ -166,10 +166,10 @@ class Channel:
     async def upload(
         self, place: str, path: Path, hashes: Sequence[str], deadline_s: float
     ) -> None:
-        """Send the chunks of a file, with these hashes, that the hub does not have.
+        """Upload the chunks of a file, with these hashes, that the hub does not have.
 
         Args:
-            place: the file's address there: GET says what is there, PUT …/CHUNK adds.
+            place: address of the file on the hub: GET lists its chunks, PUT …/CHUNK adds one.
         """
         end = _now() + deadline_s
         size_bytes = path.stat().st_size
@@ -178,9 +178,9 @@ class Channel:
         if there.size_bytes != size_bytes:
             raise HubRefusal(
                 "malformed",
-                f"{path.name} has {size_bytes} bytes; the hub expects {there.size_bytes}",
+                f"{path.name} has {size_bytes} bytes, but the hub expects {there.size_bytes}",
                 where=str(self.line),
-                fix="cut the same weights into the same pieces on all clusters",
+                fix="use the same model and fragments on all clusters",
             )
         missing = [i for i, sha256 in enumerate(hashes) if there.chunks.get(str(i)) != sha256]
         handle = os.open(path, os.O_RDONLY)
@@ -212,14 +212,14 @@ class Channel:
     async def download(
         self, place: str, size_bytes: int, digest: str, target: Path, deadline_s: float
     ) -> None:
-        """Fetch a file; what an earlier attempt has fetched of it is kept.
+        """Fetch a file; resumes an interrupted transfer.
 
         Args:
-            digest: of its chunks' hashes.
-            target: it is there only when it is whole.
+            digest: digest of its chunks' hashes.
+            target: exists only when it is complete.
 
         Raises:
-            CommunicationError: what comes is not what was announced.
+            CommunicationError: the data differs from its announcement.
         """
         end = _now() + deadline_s
 
@@ -230,7 +230,7 @@ class Channel:
         most = MOST_BYTES + _CHUNK_TEXT * num_chunks(size_bytes)
         hashes = (await self.ask(f"{place}/hashes", _Hashes, deadline_s, most_bytes=most)).root
         if len(hashes) != num_chunks(size_bytes) or digest_of(hashes) != digest:
-            raise wrong("the hashes of its chunks do not make up its digest")
+            raise wrong("the hashes of its chunks do not match its digest")
         partial = target.with_name(f"{target.name}.partial")
         have = await asyncio.to_thread(hash_chunks, partial) if partial.exists() else []
         missing = [i for i, sha256 in enumerate(hashes) if have[i : i + 1] != [sha256]]
@@ -245,7 +245,7 @@ class Channel:
                 if hashlib.sha256(data).hexdigest() == hashes[index]:
                     await asyncio.to_thread(os.pwrite, handle, data, start)
                     return
-            raise wrong(f"chunk {index} came wrong {_WRONG_HASHES} times")
+            raise wrong(f"chunk {index} was wrong {_WRONG_HASHES} times")
 
         try:
             os.ftruncate(handle, size_bytes)
@@ -256,7 +256,7 @@ class Channel:
         partial.replace(target)
 
     async def _fetch(self, path: str, start: int, size: int) -> bytes:
-        # Whatever is asked for comes as fast as the link can: so ask only when it may come.
+        # Requested data arrives at full link speed, so request it only when the limit allows.
         await asyncio.sleep(self.down.delay(size))
         headers = {"Range": f"bytes={start}-{start + size - 1}"}
         async with self._request("GET", path, headers=headers) as response:
@@ -273,7 +273,7 @@ class Channel:
         self, method: str, path: str, patience_s: float = 0.0, **options: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         timeout = aiohttp.ClientTimeout(sock_connect=_CONNECT_S, sock_read=_SILENT_S + patience_s)
-        # The hub sends nobody elsewhere, such as to a service of this machine.
+        # The hub never redirects; a redirect could lead to a service of this machine.
         async with self._session.request(
             method, path, timeout=timeout, allow_redirects=False, **options
         ) as response:
@@ -299,11 +299,12 @@ class Channel:
             except aiohttp.ServerFingerprintMismatch as error:
                 raise HubRefusal(
                     "certificate",
-                    "the server there shows a certificate with sha256 {}, the join line names "
-                    "{}".format(*apart(error.got.hex(), error.expected.hex())),
+                    "the certificate of the server has sha256 {}, but the join line has {}".format(
+                        *apart(error.got.hex(), error.expected.hex())
+                    ),
                     where=str(self.line),
-                    fix="use the present join line of the hub; if it is, somebody stands "
-                    "between it and this machine",
+                    fix="use the hub's current join line; if it is current, somebody intercepts "
+                    "the connection between the hub and this machine",
                 ) from None
             except (aiohttp.ClientError, OSError, EOFError, TimeoutError, _TryAgain) as error:
                 last = str(error) or type(error).__name__
@@ -312,9 +313,9 @@ class Channel:
             if _now() + delay_s >= end:
                 asked = _SECRET.sub("…", what)
                 raise DeadlineError(
-                    f"{asked} has not worked for {deadline_s:.0f} s; at last: {last}",
+                    f"{asked} failed for {deadline_s:.0f} s; the last error was {last}",
                     where=str(self.line),
-                    fix="look whether the hub runs and can be reached from here "
+                    fix="check that the hub is running and that this machine can reach it "
                     f"(curl -k {self.line.url}/v1/status answers 401)",
                     id="hub.silent",
                 )
@@ -326,7 +327,7 @@ async def _read(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
     async for part in response.content.iter_any():
         body += part
         if len(body) > most_bytes:
-            raise _TryAgain(f"HTTP status {response.status}, and more than {most_bytes} bytes")
+            raise _TryAgain(f"HTTP status {response.status} with more than {most_bytes} bytes")
     return bytes(body)
 
 
@@ -337,7 +338,7 @@ def _now() -> float:
 async def in_parallel(
     work: Callable[[int], Awaitable[None]], indices: Sequence[int], at_once: int = _AT_ONCE
 ) -> None:
-    """Do work for each index, some at once; the first failure ends all, and is raised."""
+    """Do work for each index, several at a time; the first failure cancels all, and is raised."""
     left = iter(indices)
 
     async def worker() -> None:
@@ -353,7 +354,7 @@ async def in_parallel(
 
 
 def _make_socket(info: tuple[int, int, int, str, tuple[object, ...]]) -> socket.socket:
-    # What is sent fails within half a minute where the other end is gone without a word.
+    # Sending fails within half a minute if the other end is gone without notice.
     made = socket.socket(*info[:3])
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)

@@ -1,9 +1,9 @@
-"""A cluster's part in the run, from joining the hub to whatever ends it; then it joins anew.
+"""A cluster's membership, from joining the hub until something ends it; then the client rejoins.
 
-What ends a session is an exception of one of its tasks: the hub has forgotten this cluster, or
-its outer parameters are not the run's, or it says no for good. What the cluster has and wants
-outlives it (`Account`): a new session sends again what is not decided yet. Requests are tried
-again by `http.py`, for ever where nothing else is said.
+An exception of one of its tasks ends a session: the hub has forgotten this cluster, its outer
+parameters differ from the run's, or the hub refuses for good. The state of the client outlives the
+session (`Account`): a new session sends undecided contributions again. `http.py` retries requests,
+without a limit unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -55,37 +55,38 @@ _ASK_S, _LEAVE_S, _CANCEL_S, _AGAIN_S = 60.0, 5.0, 20.0, 1.0
 _SHOW_EVERY_S = 5.0
 _LOOK_AGAIN_S = 5.0
 _WAIT_S = 60.0
-"""Until whoever holds up an average, or a state, is named to the user."""
+"""Seconds until the user is told which cluster holds up an average or a state."""
 _LONGEST = 2000
-"""Letters of a note."""
+"""Limit of a note, in characters."""
 _MOST_REFUSED = 64
-"""So many refused clusters of a round are recorded, at most."""
+"""Maximum number of refused clusters recorded per round."""
 _AHEAD = 4
-"""So many averages lie here at most that have not been applied."""
+"""Maximum number of averages stored here that have not been applied."""
 _ON_THE_WIRE = 1.05
-"""Bytes on the wire for each of a file: TLS, HTTP and TCP have theirs."""
+"""Bytes on the wire per byte of a file: TLS, HTTP and TCP add theirs."""
 
 JOIN_AGAIN = {"unknown", "gone"}
-"""Refusals of a hub that has forgotten this cluster, or an average that it lacks."""
+"""Refusals of a hub that has forgotten this cluster, or lacks one of its averages."""
 _LEFT_OUT = {"late", "refused", "behind"}
 """Refusals of one contribution, which stays out of the average."""
 
 
 @dataclass(slots=True)
 class HubState:
-    """What is known of the hub. The client's thread writes it, rank 0 reads it.
+    """Known state of the hub. The client's thread writes it, rank 0 reads it.
 
     Args:
-        members: the clusters that take part now, this one too.
-        sync_every: inner steps that the slowest link of all asks for; 0: not known.
-        is_joined: whether the hub has let this cluster in.
-        is_behind: the outer parameters here are not the run's; `Adopt` will come.
-        decided: outer steps that were decided before this cluster came: it has no part in them.
+        members: the clusters that take part now, this one included.
+        sync_every: inner steps per round that the slowest link of all needs; 0: unknown.
+        is_joined: whether the hub has accepted this cluster.
+        is_behind: whether the outer parameters here differ from the run's; `Adopt` will come.
+        decided: outer steps that were decided before this cluster joined, without its part.
         closing: an outer step that will be closed without this cluster, and the seconds left.
-        refusal: the hub does not let this cluster in, and never will as things are.
-        lost_at: since when the hub does not answer, by `time.monotonic`; None: it does.
-        why: what was reported last.
-        shown: engine bucket: what people see of all clusters, as a hub would tell.
+        refusal: the hub refuses this cluster for good.
+        lost_at: start of the time without answers of the hub, by `time.monotonic`; None: it
+            answers.
+        why: the last report.
+        shown: engine bucket: what all clusters show to people, in the form of a hub.
     """
 
     members: tuple[str, ...] = ()
@@ -103,18 +104,18 @@ class HubState:
     received_bytes: int = 0
 
     def is_away_for(self, seconds: float) -> bool:
-        """Whether the hub has not answered for so long, or lets this cluster in no more."""
+        """Whether the hub has not answered for this long, or refuses this cluster."""
         since = self.lost_at
         is_long = since is not None and time.monotonic() - since >= seconds
         return is_long or self.refusal is not None
 
 
 class RejoinError(Exception):
-    """A session has ended; the next may begin at once."""
+    """Ends a session; the next may begin immediately."""
 
 
 class Account:
-    """What the cluster has and wants, and what is known of the hub, over all sessions."""
+    """State of the client over all sessions: contributions, averages, and its view of the hub."""
 
     def __init__(
         self,
@@ -134,22 +135,22 @@ class Account:
         self.down = RateLimit(max_bytes_per_s / _ON_THE_WIRE)
         self.outer_params = list(join.outer_params)
         self.holding = joined(join.holding)
-        """Samples of this cluster that no average has."""
+        """Samples of this cluster that are in no average."""
         self.pending: dict[int, Pending] = {}
         self.delivered = join.version
-        """Averages that rank 0 was given."""
+        """Averages given to rank 0."""
         self.wanted: list[int] = []
         self.reset_reason = self.reset_done = ""
         self.node: Any = None
-        """Of the extra hivemind: the way to a hub in one of the clusters."""
+        """Engine hivemind: the node that leads to a hub in one of the clusters."""
         self.they_are = "the hub is"
 
     def note(self, text: str) -> None:
-        """Tell the user, in few words, since the hub may have chosen them."""
+        """Tell the user, shortened, because the hub may have chosen the text."""
         self._note(printable(text, longest=_LONGEST))
 
     def report(self, text: str, *, warns: bool = False) -> None:
-        """Tell the log, or the user, how it stands."""
+        """Report the state to the log, or to the user."""
         text = self.state.why = printable(text, longest=_LONGEST)
         if warns:
             self.note(text)
@@ -160,8 +161,8 @@ class Account:
         if self.state.lost_at is None:
             self.state.lost_at, self.state.is_connected = time.monotonic(), False
             why = why if self.node is None else self.node.explain(why)
-            meanwhile = "training goes on" if self.state.is_joined else "this cluster waits"
-            self.report(f"{self.they_are} away, {meanwhile}: {why}", warns=True)
+            meanwhile = "training continues" if self.state.is_joined else "this cluster waits"
+            self.report(f"{self.they_are} unreachable, {meanwhile}: {why}", warns=True)
             self.state.why = why
 
     def is_found(self) -> None:
@@ -190,7 +191,7 @@ class Session:
         self._asked_at = -math.inf
 
     async def join(self) -> None:
-        """Join the hub, and begin all that goes on while this cluster is a member."""
+        """Join the hub, and start all tasks of a member."""
         account, state, spool = self._account, self._state, self._spool
         now = {"version": spool.version, "has": spool.has, "holding": account.holding}
         join = account.first_join.model_copy(update={**now, "outer_params": account.outer_params})
@@ -203,7 +204,7 @@ class Session:
         state.is_joined = state.is_connected = True
         if account.node is not None:
             account.node.has_joined()
-        # What was contributed is counted there, or comes back with a refusal.
+        # Contributions are counted there, or come back with a refusal.
         sent = [span for pending in account.pending.values() for span in pending.samples]
         if lost := without(answer.lost, sent):
             account.holding = without(account.holding, lost)
@@ -214,7 +215,7 @@ class Session:
         for num_samples in account.wanted:
             self.lease(num_samples)
         if is_behind:
-            account.note(f"this cluster takes the weights of another: {answer.why}")
+            account.note(f"this cluster copies the weights of another cluster ({answer.why})")
             self._group.create_task(self._pull_state())
         else:
             spool.tidy()
@@ -226,9 +227,9 @@ class Session:
         """Leave the hub, within some seconds."""
         try:
             async with asyncio.timeout(_LEAVE_S), self._reporting:
-                pass  # what was applied is reported
+                pass  # all applied averages are reported
         except TimeoutError:
-            log.info("what was applied is not reported")
+            log.info("the applied averages could not be reported")
         try:
             await self._api.leave(_LEAVE_S, has_finished=has_finished)
         except CommunicationError as error:
@@ -266,13 +267,13 @@ class Session:
                 await asyncio.sleep(_MOMENT_S)
 
     async def _show(self) -> None:
-        # What people see of this cluster who have no way to its machines. No run depends on it.
+        # Status for people who cannot reach this cluster's machines. No run depends on it.
         while True:
             with suppress(DeadlineError, OSError):
                 if record := await asyncio.to_thread(self._account.shows):
                     try:
                         await self._api.show(record, _SHOW_EVERY_S)
-                    except HubRefusal as error:  # of a hub of an earlier version
+                    except HubRefusal as error:  # from a hub of an earlier version
                         log.info("outer the hub does not show this cluster: %s", error.what)
                         return
             await asyncio.sleep(_SHOW_EVERY_S)
@@ -304,17 +305,18 @@ class Session:
     # Contributions and averages.
 
     def contribute(self, pending: Pending) -> None:
-        """Upload a contribution that lies in the spool."""
+        """Upload a contribution from the spool."""
         if not self._state.is_behind:
             task = self._group.create_task(self._send(pending))
             self._uploads[pending.outer_step] = task
 
     async def _send(self, pending: Pending) -> tuple[int, float]:
-        # Returns the bytes that were sent, and the seconds that it took.
+        # Returns the number of sent bytes, and the seconds that this took.
         up, path = self._account.up, self._spool.contribution(pending.outer_step)
         while True:
             try:
-                # One after the other: the outer step that is committed first gets the whole line.
+                # One after the other: the outer step that is committed first gets the full
+                # bandwidth.
                 async with self._sending:
                     started, before = time.monotonic(), up.total
                     await self._api.contribute(
@@ -335,7 +337,7 @@ class Session:
                 await asyncio.sleep(_AGAIN_S)
 
     def applied(self, outer_step: int, digest: str) -> None:
-        """Report an average that has been applied, and fetch the next."""
+        """Report an applied average, and fetch the next."""
         for late in [other for other in self._uploads if other <= outer_step]:
             self._uploads.pop(late).cancel()
         self._room.set()
@@ -365,8 +367,8 @@ class Session:
             await self._fetch(answer, path)
             receive_s = time.monotonic() - started
             if account.node is not None:
-                # The hub may be lost with its memory, as it is one of the clusters': no average is
-                # applied that some living cluster lacks.
+                # With the hub in one of the clusters, its memory may be lost. So no average is
+                # applied before all living clusters have it.
                 spool.note_answer(answer)
                 while not await self._api.held(outer_step, _WAIT_S):
                     pass
@@ -403,7 +405,7 @@ class Session:
         if task is None:
             return 0, 0.0
         if self._name in answer.weights:
-            await asyncio.wait({task}, timeout=_CANCEL_S)  # it is about to find out
+            await asyncio.wait({task}, timeout=_CANCEL_S)  # it will notice soon
         task.cancel()
         await asyncio.wait({task})
         return (0, 0.0) if task.cancelled() else task.result()
@@ -421,7 +423,7 @@ class Session:
     # Samples and states.
 
     def lease(self, num_samples: int) -> None:
-        """Ask for samples."""
+        """Request samples."""
         self._group.create_task(self._lease(num_samples))
 
     async def _lease(self, num_samples: int) -> None:
@@ -436,7 +438,7 @@ class Session:
             account.emit(Lease(tuple(found)))
 
     def give_state(self, version: int, paths: Sequence[Path], outer_params: Sequence[str]) -> None:
-        """Upload this cluster's state for another."""
+        """Upload this cluster's state for another cluster."""
         self._asked_at = math.inf
         self._group.create_task(self._give_state(version, paths, outer_params))
 
@@ -461,10 +463,10 @@ class Session:
                 continue
             if await asyncio.to_thread(self._is_usable, answer):
                 break
-            # An honest hub has looked at it before, but its disk may have damaged it since.
+            # An honest hub has checked it before, but its disk may have damaged it since.
             account.report(
-                f"the state of {answer.source} after {answer.version} outer steps cannot be used: "
-                "this cluster waits for another",
+                f"the state of {answer.source} after {answer.version} outer steps is unusable; "
+                "this cluster waits for another state",
                 warns=True,
             )
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
@@ -479,7 +481,7 @@ class Session:
         )
 
     def _is_usable(self, answer: StateAnswer) -> bool:
-        # Whether the pulled files are what was announced: the ranks would end with an error.
+        # Whether the pulled files match the announcement; otherwise the ranks would fail.
         join = self._account.first_join
         layout, momentum = join.identity.get("layout", ""), momentum_of(join.identity)
         if not len(answer.files) == len(answer.outer_params) == len(join.pieces):

@@ -1,7 +1,7 @@
 """Engine hivemind: an address book, and a tunnel to the hub of an elected cluster.
 
-`dht.py` finds other clusters and carries streams to those that know the common secret, `host.py`
-agrees with them on who hosts the hub, and hosts it. Open `host.py` first.
+`dht.py` finds other clusters and carries streams to clusters that know the common secret. `host.py`
+elects the cluster that hosts the hub, and hosts it. Open `host.py` first.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from isles.config.sections.outer import HivemindConfig
 
 
 class HivemindSettings(HivemindConfig):
-    """How a cluster finds the others without a hub that was started for them."""
+    """Settings of a cluster that finds the others without a separately started hub."""
 
     run: str
     """The run's name."""
 
     rules: dict[str, str | int | float]
-    """Of the run, as a hub is told (`isles.outer.hub.rules.Settings`)."""
+    """Settings of the run (`isles.outer.hub.rules.Settings`)."""

@@ -35,7 +35,7 @@ _LEAST_SECRET = 16
 
 
 class Keys:
-    """What every cluster makes of the secret that all share; empty: whoever comes may take part."""
+    """Keys derived from the secret that all clusters share; an empty secret admits any cluster."""
 
     def __init__(self, run: str, secret: bytes) -> None:
         self._run = run
@@ -44,18 +44,18 @@ class Keys:
 
     @classmethod
     def read(cls, run: str, secret_file: Path | None) -> Keys:
-        """With the secret that stands in a file."""
+        """Read the secret from a file."""
         if secret_file is None:
             return cls(run, b"")
         where = f"outer.hivemind.secret_file {secret_file}"
-        fix = "put the same long random line there on every cluster (`openssl rand -hex 32`)"
+        fix = "write the same long random line to it on every cluster (`openssl rand -hex 32`)"
         try:
             secret = secret_file.expanduser().read_bytes().strip()
         except OSError as error:
-            what = f"the secret cannot be read: {error.strerror}"
+            what = f"cannot read the secret: {error.strerror}"
             raise ConfigError(what, where=where, fix=fix) from None
         if len(secret) < _LEAST_SECRET:
-            what = f"the secret has {len(secret)} bytes, less than {_LEAST_SECRET}"
+            what = f"the secret has {len(secret)} bytes; it needs at least {_LEAST_SECRET}"
             raise ConfigError(what, where=where, fix=fix)
         return cls(run, secret)
 
@@ -64,11 +64,12 @@ class Keys:
 
     @property
     def topic(self) -> str:
-        """Under which the clusters find one another in the DHT; says nothing of the secret."""
+        """Key under which the clusters find each other in the DHT; reveals nothing about the
+        secret."""
         return f"isles-{self._derive('topic').hex()[:32]}"
 
     def proof(self, speaker: str, listener: str) -> str:
-        """That a peer knows the secret; worth nothing to any other peer, nor towards one."""
+        """Proof that a peer knows the secret; valid only from this speaker to this listener."""
         return self._derive(f"proof {speaker} {listener}").hex()
 
     def is_proof(self, given: object, speaker: str, listener: str) -> bool:
@@ -77,7 +78,7 @@ class Keys:
         )
 
     def write_identity(self, folder: Path) -> None:
-        """Token and certificate of a hub: whoever hosts it shows the same ones."""
+        """Write token and certificate of a hub: every host of the hub uses the same ones."""
         folder.mkdir(mode=0o700, exist_ok=True)
         write_secret(folder / "token", encode(self._derive("token")))
         pem, encryption = serialization.Encoding.PEM, serialization.NoEncryption()
@@ -86,7 +87,7 @@ class Keys:
         write_secret(folder / "certificate.pem", self._certificate().public_bytes(pem).decode())
 
     def line(self, port: int) -> JoinLine:
-        """The join line of this machine's own door."""
+        """The join line of this machine's own tunnel."""
         certificate = self._certificate().public_bytes(serialization.Encoding.DER)
         shown = hashlib.sha256(certificate).digest()
         return JoinLine("127.0.0.1", port, self._run, encode(self._derive("token")), shown)
@@ -116,22 +117,23 @@ _SLICE = 1 << 16
 _PROTOCOL = "isles/outer/1"
 _HEAD_S = 10.0
 _RECORD_S = 600.0
-"""A record in the DHT is valid for so long: clocks may differ by as much."""
+"""Seconds that a record in the DHT is valid: clocks may differ by that much."""
 _START_S = 60.0
 _SOCKET_PATH = 60
 
 
 class PeerError(OSError):
-    """A peer does not answer, or not as it should."""
+    """A peer does not answer, or answers incorrectly."""
 
 
 class Peers:
-    """This cluster's place in the network of peers.
+    """This cluster as a peer in the network.
 
     Args:
         folder: for the identity and the sockets.
         known: addresses of peers that were met before.
-        handlers: answer streams by their kind: with the peer, what it says, and the stream.
+        handlers: handlers of streams by their kind, called with the peer, its message, and the
+            stream.
     """
 
     def __init__(
@@ -145,12 +147,12 @@ class Peers:
         self._settings, self._keys, self._folder, self._known = settings, keys, folder, known
         self._handlers = handlers
         self.id = ""
-        """This peer, as the others know it."""
+        """This peer's id for other peers."""
         self.addresses: list[str] = []
-        """For `initial_peers` of others."""
+        """Addresses for `initial_peers` of others."""
 
     async def start(self) -> None:
-        """Start the daemon, and enter the DHT; CommunicationError where no initial peer answers."""
+        """Start the daemon, and enter the DHT; CommunicationError if no initial peer answers."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
         key = Path(self._settings.identity_path or self._folder / "identity.key").expanduser()
         if not key.exists():
@@ -160,7 +162,7 @@ class Peers:
         initial = [address for address in dict.fromkeys(known) if not address.endswith(f"/{own}")]
         try:
             await asyncio.wait_for(self._start(key, initial), _START_S)
-        # hivemind says what is wrong with many kinds of errors, some of them bare.
+        # hivemind raises many kinds of errors, some of them bare.
         except Exception as error:
             await self.close()
             raise _explained(error, initial) from error
@@ -169,11 +171,11 @@ class Peers:
     async def _start(self, key: Path, initial: Sequence[str]) -> None:
         settings, is_open = self._settings, self._settings.relay
         sockets = self._folder / "sockets"
-        if len(str(sockets)) > _SOCKET_PATH:  # the system takes no longer names
+        if len(str(sockets)) > _SOCKET_PATH:  # the system accepts no longer names
             mark = hashlib.sha256(str(self._folder.absolute()).encode()).hexdigest()[:16]
             sockets = Path(tempfile.gettempdir()) / f"isles-{os.getuid()}-{mark}"
         shutil.rmtree(sockets, ignore_errors=True)
-        sockets.mkdir(mode=0o700)  # where it is another's, this fails
+        sockets.mkdir(mode=0o700)  # fails if it belongs to another user
         own: Any = type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{sockets}/"})
         self._sockets = sockets
         self._p2p: P2P = await own.create(
@@ -199,7 +201,7 @@ class Peers:
             shutil.rmtree(self._sockets, ignore_errors=True)
 
     async def find(self) -> dict[str, list[str]]:
-        """The addresses of the run's clusters that the DHT knows; it learns of this one."""
+        """Addresses of the run's clusters in the DHT; also announces this cluster."""
         topic, now = self._keys.topic, get_dht_time()
         await self._dht.store(topic, self.addresses, now + _RECORD_S, subkey=self.id)
         found = await self._dht.get(topic, latest=True)
@@ -212,13 +214,13 @@ class Peers:
         }
 
     async def open(self, peer: str, kind: str, body: Body) -> tuple[Body, Reader, Writer]:
-        """A stream to a peer, and the first that it says; PeerError where it says no."""
+        """Open a stream to a peer, and read its first message; PeerError if it refuses."""
         try:
             _, reader, writer = await self._p2p.call_binary_stream_handler(
                 PeerID.from_base58(peer), _PROTOCOL
             )
         except Exception as error:  # as above
-            raise PeerError(f"{peer[-8:]} is not reached: {error}") from error
+            raise PeerError(f"cannot reach {peer[-8:]}: {error}") from error
         try:
             head = {**body, "kind": kind, "proof": self._keys.proof(self.id, peer)}
             await _send(writer, head)
@@ -232,7 +234,7 @@ class Peers:
             raise
 
     async def ask(self, peer: str, kind: str, body: Body, timeout_s: float) -> Body:
-        """One answer; PeerError where it does not come in time."""
+        """Request one answer; PeerError if it does not come in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 answer, _, writer = await self.open(peer, kind, body)
@@ -242,7 +244,7 @@ class Peers:
             raise PeerError(str(error) or f"{peer[-8:]} is silent") from error
 
     async def accept(self, writer: Writer, peer: str, body: Body | None = None) -> None:
-        """Say yes, and something more, to a peer that has opened a stream."""
+        """Accept a stream of a peer, with an additional message."""
         await _send(writer, {**(body or {}), "proof": self._keys.proof(self.id, peer)})
 
     async def _answer(self, info: Any, reader: Reader, writer: Writer) -> None:
@@ -253,7 +255,7 @@ class Peers:
             handler = self._handlers.get(str(head.get("kind")))
             if not self._keys.is_proof(head.get("proof"), peer, self.id):
                 log.warning("refused: %s does not know the secret of this run", peer)
-                await _send(writer, {"refused": "another secret or run than there"})
+                await _send(writer, {"refused": "the secret or the run differs"})
             elif handler is not None:
                 await handler(peer, head, reader, writer)
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -268,15 +270,16 @@ def _explained(error: Exception, initial: Sequence[str]) -> CommunicationError:
         return CommunicationError(
             f"no initial peer answers: {', '.join(initial)} ({why})",
             where="outer.hivemind.initial_peers",
-            fix="does `hivemind-dht`, or the cluster that is named, run? can this machine reach "
-            "the address?",
+            fix="check that `hivemind-dht`, or the named cluster, is running, and that this "
+            "machine "
+            "can reach the address",
             id="hivemind.peers",
         )
     return CommunicationError(
-        f"the peer-to-peer daemon does not start ({why})",
+        f"the peer-to-peer daemon could not start ({why})",
         where="outer.hivemind",
-        fix="is the port of host_maddrs free, and the address this machine's? is announce_maddrs "
-        "an address with a port?",
+        fix="check that the port of host_maddrs is free and its address belongs to this machine, "
+        "and that announce_maddrs has an address with a port",
         id="hivemind.peers",
     )
 
@@ -287,14 +290,15 @@ async def _send(writer: Writer, body: Body) -> None:
 
 
 async def _receive(reader: Reader) -> Body:
-    body = json.loads(await reader.readline())  # ValueError where it is too long, or nothing
+    body = json.loads(await reader.readline())  # ValueError if it is too long, or empty
     if not isinstance(body, dict):
-        raise ValueError("a head that is no mapping")
+        raise ValueError("a header that is not a mapping")
     return body
 
 
 class Tunnel:
-    """Listens on the loopback only, and passes on what comes to where `connect` leads."""
+    """Listens only on the loopback interface, and forwards connections to the target of
+    `connect`."""
 
     def __init__(self, connect: Callable[[], Awaitable[Streams | None]]) -> None:
         self._connect = connect
@@ -310,14 +314,14 @@ class Tunnel:
             if far is not None:
                 await self.join(reader, writer, *far)
         except (OSError, TimeoutError, ValueError) as error:
-            log.debug("no way to the hub: %s", error)
+            log.debug("cannot reach the hub: %s", error)
         finally:
             writer.close()
 
     async def join(
         self, reader: Reader, writer: Writer, far_reader: Reader, far_writer: Writer
     ) -> None:
-        """Pass on what comes at either end, until one ends."""
+        """Forward data in both directions, until one end closes."""
         ways = {
             asyncio.create_task(_pump(reader, far_writer)),
             asyncio.create_task(_pump(far_reader, writer)),

@@ -1,4 +1,4 @@
-"""One cluster among its peers: finds them, agrees on who hosts the hub, and hosts it."""
+"""One cluster among its peers: finds them, elects the host of the hub, and hosts it if elected."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _EMPTY_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """What a cluster says of itself, again and again.
+    """A cluster's periodic message about itself.
 
     Args:
-        term: counts hosts up; that of the host it follows.
-        host: the peer that it follows; itself where it hosts; empty: nobody.
-        has: outer steps that it has applied, or can apply with the averages that it has.
+        term: number of the host that it follows; each new host has a higher number.
+        host: the peer that it follows; itself if it hosts; empty: no peer.
+        has: number of outer steps that it has applied, or can apply with its averages.
     """
 
     name: str
@@ -55,16 +55,16 @@ class Hello:
 def choose(
     me: str, own: Hello, others: Mapping[str, Hello], *, at_least: int, has_listened: bool
 ) -> str:
-    """The peer to follow; this one itself: host; empty: nobody yet. Decided without clocks.
+    """Choose the peer to follow; this peer itself: host; empty: wait. Needs no clocks.
 
-    No average is applied before all living clusters have it. So whoever has most averages can go
-    on with the run. Two may host for a while after a network was cut: whose history has come less
-    far steps down.
+    No average is applied before all living clusters have it. So the cluster with the most averages
+    can continue the run. After a network split, two clusters may host for a while; the one with the
+    shorter history steps down.
 
     Args:
-        others: what was heard not long ago, by peer.
-        at_least: so many clusters, this one too, must be heard before one begins to host.
-        has_listened: this cluster has listened long enough to have heard of a host.
+        others: recent messages, by peer.
+        at_least: number of clusters, this one included, that must be known before one hosts.
+        has_listened: whether this cluster has listened long enough to know of an existing host.
     """
     everybody = {me: own, **others}
     hosts = {peer for peer, hello in everybody.items() if hello.host == peer}
@@ -77,14 +77,14 @@ def choose(
     return me if first == me else ""
 
 
-class Host:
-    """An ordinary hub that listens on this machine's loopback only.
+class HubHost:
+    """An ordinary hub that listens only on this machine's loopback interface.
 
-    It begins without a journal: with the averages that this cluster has kept, and with what the
-    clusters report that they hold.
+    It starts without a journal: with the averages that this cluster has kept, and with reports of
+    the clusters about their averages.
 
     Args:
-        folder: for its state; what was there is removed.
+        folder: for its state; existing files are removed.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class Host:
         self._settings = Settings.model_validate(rules)
         self.port = 0
         self.is_open = False
-        """Whether others may come: this cluster has joined, so that its weights are the run's."""
+        """Whether others may connect: this cluster has joined, so its weights are the run's."""
 
     async def start(self, kept: Sequence[tuple[RoundAnswer, str, Path]]) -> None:
-        """Begin a run, or go on with one; `kept` as in `Spool.kept_rounds`."""
+        """Start a run, or continue one; `kept` as in `Spool.kept_rounds`."""
         shutil.rmtree(self._folder, ignore_errors=True)
         self._keys.write_identity(self._folder)
         self._server = Server(self._folder, self._settings)
@@ -110,12 +110,12 @@ class Host:
         self.port = (await self._server.start("127.0.0.1", 0, self._run)).port
 
     def check(self) -> None:
-        """Raise what has ended the hub, if it has ended."""
+        """Raise the error that has ended the hub, if any."""
         if self._server.work.ticking.done():
             self._server.work.ticking.result()
 
     async def stop(self, wait_s: float) -> None:
-        """Let nobody in any more, once all others have left; they have so many seconds."""
+        """Refuse new connections, and stop when all others have left, within `wait_s` seconds."""
         work, end = self._server.work, time.monotonic() + wait_s
         while await work.ask(work.core.membership.living) and time.monotonic() < end:
             await asyncio.sleep(_LOOK_S)
@@ -130,7 +130,7 @@ def _copy_average(source: Path, target: Path) -> None:
 
 
 class Node:
-    """Keeps a way to the hub open, wherever it is: a port on this machine's loopback."""
+    """Keeps a path to the hub open, wherever it is: a port on this machine's loopback interface."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class Node:
         self._at_least = int(settings.rules.get("min_clusters", 1))
         self._known: dict[str, list[str]] = read_record(folder / "peers.json", MAX_LIST_BYTES) or {}
         self._last_seen: dict[str, tuple[float, Hello]] = {}
-        self._host: Host | None = None
+        self._host: HubHost | None = None
         self._following = ""
         self._term = 0
         self._must_host = False
@@ -159,7 +159,7 @@ class Node:
         self.peers = Peers(settings, self._keys, folder, [], {})
 
     async def listen(self) -> Path:
-        """Begin to listen on the loopback; the join line that leads there."""
+        """Start to listen on the loopback interface; returns the join line that leads there."""
         path = self._folder / "line"
         write_secret(path, self._keys.line(await self._tunnel.open()).secret_text())
         return path
@@ -169,7 +169,7 @@ class Node:
             self._task = asyncio.create_task(self._run())
 
     def check(self) -> None:
-        """Raise what has ended this node, or the hub that it hosts; `begin` begins anew."""
+        """Raise the error that has ended this node, or its hub; `begin` restarts it."""
         if self._task is not None and self._task.done():
             task, self._task = self._task, None
             task.result()
@@ -177,7 +177,7 @@ class Node:
             self._host.check()
 
     async def close(self, *, waits: bool) -> None:
-        """End; with `waits` a hub that is hosted here stays until the others have left it."""
+        """Close; with `waits` a hub on this node stays until the others have left it."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -205,17 +205,18 @@ class Node:
             await self._tunnel.join(reader, writer, *near)
 
     def has_joined(self) -> None:
-        """The hub has let this cluster in: where it is here, others may come."""
+        """Note that the hub has accepted this cluster: if the hub is here, others may connect."""
         self._must_host = False
         if self._host is not None:
             self._host.is_open = True
 
     def knows_more(self) -> None:
-        """The hub knows of fewer outer steps than were applied here: it must be here instead."""
+        """Note that the hub knows fewer outer steps than were applied here: it must move here."""
         self._must_host = True
 
     def explain(self, why: str) -> str:
-        """Why the hub does not answer: whom this cluster waits for, rather than what failed."""
+        """Why the hub does not answer: the clusters that this one waits for, not the error
+        itself."""
         return why if self._host is not None or self._following else self._reported or why
 
     # Finding the others.
@@ -249,13 +250,13 @@ class Node:
                 await self.peers.start()
                 break
             except CommunicationError as error:
-                self._inform(f"{error.what}; tried again every {_RETRY_S:g} s; {error.fix}", True)
+                self._inform(f"{error.what}, trying again every {_RETRY_S:g} s ({error.fix})", True)
                 await asyncio.sleep(_RETRY_S)
         is_first = not self._settings.initial_peers and not self._known
         self._listened_at = time.monotonic() + (0.0 if is_first else _LISTEN_S)
         lines = " ".join(self.peers.addresses)
         write_text_atomic(self._folder / "initial_peers", f"{lines}\n", durable=False)
-        self._inform(f"hivemind: other clusters reach this one by --initial_peers {lines}")
+        self._inform(f"hivemind: other clusters can reach this one with --initial_peers {lines}")
 
     def _inform(self, text: str, is_warning: bool = False) -> None:
         if text != self._reported:
@@ -266,8 +267,8 @@ class Node:
         while True:
             try:
                 found = await self.peers.find()
-            except Exception:  # hivemind's own: the next look may do better
-                log.exception("the DHT cannot be read now")
+            except Exception:  # an error of hivemind itself: the next look may succeed
+                log.exception("cannot read the DHT now")
                 found = {}
             for peer, addresses in found.items():
                 self._known.setdefault(peer, addresses)
@@ -297,7 +298,7 @@ class Node:
         self._meet(peer, body)
         await self.peers.accept(writer, peer, self._introduction())
 
-    # Who hosts.
+    # The election of the host.
 
     async def _decide(self) -> None:
         tick_s = min(1.0, self._dead_after_s / 8)
@@ -318,7 +319,7 @@ class Node:
             if self._host is None:
                 await self._begin_to_host(others)
         elif self._host is not None:
-            self._inform(f"hivemind: {others[chosen].name} hosts the hub, too, and is ahead")
+            self._inform(f"hivemind: {others[chosen].name} also hosts the hub and is ahead")
             host, self._host = self._host, None
             await host.stop(0.0)
             self._switch("", self._term)
@@ -332,12 +333,12 @@ class Node:
 
     def _inform_alone(self, others: dict[str, Hello]) -> None:
         names = ", ".join(sorted(hello.name for hello in others.values()))
-        names = names or f"no other of run {self._settings.run} with this secret"
+        names = names or f"no other cluster of run {self._settings.run} with this secret"
         if len(others) + 1 < self._at_least:
-            text = f"this cluster waits for {self._at_least - len(others) - 1} more: min_clusters"
-            self._inform(f"hivemind: {text} is {self._at_least}, reached is {names}", True)
+            text = f"this cluster waits for {self._at_least - len(others) - 1} more (min_clusters"
+            self._inform(f"hivemind: {text} is {self._at_least}); reached: {names}", True)
         else:
-            self._inform(f"hivemind: no cluster hosts the hub yet; reached is {names}")
+            self._inform(f"hivemind: no cluster hosts the hub yet (reached: {names})")
 
     def _switch(self, peer: str, term: int) -> None:
         self._following, self._term = peer, term
@@ -346,7 +347,7 @@ class Node:
     async def _begin_to_host(self, others: dict[str, Hello]) -> None:
         term = 1 + max([self._term, *(hello.term for hello in others.values())])
         folder = self._folder / f"hub-{term}"
-        host = Host(folder, self._keys, self._settings.rules, self._settings.run)
+        host = HubHost(folder, self._keys, self._settings.rules, self._settings.run)
         await host.start(self._spool.kept_rounds())
         self._switch("", term)
         self._host, self._must_host = host, False

@@ -1,6 +1,6 @@
-"""The hub, the server through which clusters average.
+"""The hub, the server that averages the clusters' weights.
 
-A request comes in by `routes.py` and is put to `core.py`, which decides with `members.py`,
-`rounds.py`, `samples.py` and `states.py`; all that they know is in the `journal.py`. `work.py`
-averages beside that, `files.py` has the files, `server.py` listens. Open `core.py` first.
+`routes.py` receives a request and passes it to `core.py`, which decides with `members.py`,
+`rounds.py`, `samples.py` and `states.py`; all their data is in the `journal.py`. `work.py` averages
+in a separate thread, `files.py` has the files, `server.py` listens. Open `core.py` first.
 """

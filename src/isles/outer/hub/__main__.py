@@ -25,27 +25,29 @@ from isles.run.records import write_record
 from isles.run.repeats import FewLines
 
 _LINES = 60
-"""A minute, of each kind: a member may cause any number of them."""
+"""Per minute, of each kind: a member may cause any number of them."""
 _GRACE_S = 30.0
-"""A hub that ends with its run waits so long for somebody who joins once more."""
+"""Seconds that a hub which stops with its run waits for a cluster that rejoins."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run until SIGTERM or Ctrl+C; the exit code."""
+    """Run until SIGTERM or Ctrl+C; returns the exit code."""
     parser = argparse.ArgumentParser(prog="isles hub", description=__doc__)
-    parser.add_argument("folder", type=Path, help="state directory: kept over restarts")
+    parser.add_argument("folder", type=Path, help="state directory, kept over restarts")
     parser.add_argument("--run", required=True, help="name of the run")
-    parser.add_argument("--listen", default="127.0.0.1:0", help="HOST:PORT; port 0: any")
-    parser.add_argument("--announce", default="", help="HOST[:PORT] that clusters dial")
+    parser.add_argument(
+        "--listen", default="127.0.0.1:0", help="HOST:PORT; port 0 means any free port"
+    )
+    parser.add_argument("--announce", default="", help="HOST[:PORT] for the clusters")
     parser.add_argument("--settings", type=Path, help="JSON file with the rules of the run")
     parser.add_argument(
-        "--until-finished", action="store_true", help="end when all clusters have finished"
+        "--until-finished", action="store_true", help="stop when all clusters have finished"
     )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     for handler in logging.getLogger().handlers:
         handler.addFilter(FewLines(_LINES))
-    os.umask(0o077)  # nobody else reads what the hub keeps
+    os.umask(0o077)  # only this user may read the hub's files
     try:
         asyncio.run(_serve(options))
     except UserError as error:
@@ -60,9 +62,9 @@ async def _serve(options: argparse.Namespace) -> None:
     host, port = _address(options.listen)
     if not NAME.fullmatch(options.run):
         raise ConfigError(
-            f"{options.run!r} is no name of a run",
+            f"{options.run!r} is not a valid run name",
             where="--run",
-            fix="use letters, digits, dots, dashes",
+            fix="use letters, digits, dots and dashes",
         )
     server = Server(options.folder, _settings(options.settings))
     stopped = asyncio.Event()
@@ -75,7 +77,7 @@ async def _serve(options: argparse.Namespace) -> None:
         server.release()
         raise
     (options.folder / ENDED).unlink(missing_ok=True)
-    sys.stdout.write(f"{line} is open; the join line stands in {options.folder / 'join'}\n")
+    sys.stdout.write(f"{line} is open; the join line is in {options.folder / 'join'}\n")
     sys.stdout.flush()
     ticking = server.work.ticking
     waiting: list[asyncio.Future[Any]] = [ticking, asyncio.create_task(stopped.wait())]
@@ -95,14 +97,16 @@ async def _serve(options: argparse.Namespace) -> None:
         with suppress(OSError):  # the disk is full
             write_record(options.folder / ENDED, ended)
     if ticking in done:
-        ticking.result()  # its memory cannot be believed: better to end than to lie
+        ticking.result()  # its memory is unreliable: better to stop than to give wrong answers
 
 
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) >= 2**16:
         raise ConfigError(
-            f"{text!r} is no address", where="--listen", fix="write HOST:PORT, as 127.0.0.1:0"
+            f"{text!r} is not a valid address",
+            where="--listen",
+            fix="write HOST:PORT, such as 127.0.0.1:0",
         )
     return host.strip("[]"), int(port)
 
@@ -112,9 +116,9 @@ def _settings(path: Path | None) -> Settings:
         return Settings() if path is None else Settings.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
         raise ConfigError(
-            f"the settings cannot be read: {error}",
+            f"cannot read the settings: {error}",
             where=str(path),
-            fix=f"the keys are {', '.join(Settings.model_fields)}",
+            fix=f"use the keys {', '.join(Settings.model_fields)}",
         ) from None
 
 

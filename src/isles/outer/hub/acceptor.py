@@ -1,4 +1,4 @@
-"""The hub's connections: accepted here, so that those without the token stay few and short."""
+"""The hub's connections: accepted here, with strict limits for connections without the token."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _MOST, _EACH, _OWN = 1024, 16, 12
 """Limits of connections with the token: the smallest limit, the limit for each cluster that may
 take part, and the connections that no other member can close. A member needs about ten."""
 _WRITE_BYTES = 2**16
-"""The buffer of each connection for an answer that is not read."""
+"""Send buffer of each connection, for an answer that the client does not read."""
 _LOOK_S, _PAUSE_S, _HEARD_S = 1.0, 0.2, 20.0
 
 
 class Acceptor:
     """Accepts connections for an event loop, and closes them unless they show the token in time.
 
-    Counted from the first packet on: also connections that are silent, that stop within the
-    handshake of TLS or the head of a request, or whose token was wrong.
+    The time counts from the first packet. It also covers silent connections, connections that stop
+    during the TLS handshake or the request header, and connections with a wrong token.
 
     Args:
         listening: a socket that listens.
-        context: of TLS.
-        protocol: makes what serves a connection.
+        context: TLS context.
+        protocol: makes the protocol that serves a connection.
         clusters: the number of clusters that may take part.
     """
 
@@ -52,10 +52,10 @@ class Acceptor:
         self._tasks = [asyncio.create_task(self._accept()), asyncio.create_task(self._look())]
 
     def knows(self, transport: asyncio.BaseTransport | None, member_id: str) -> None:
-        """A request with the token has come over a connection.
+        """Note that a request with the token has come over a connection.
 
         Args:
-            member_id: of the member that asks; empty: that is not known (yet).
+            member_id: id of the requesting member; empty: unknown (yet).
         """
         known = None if transport is None else transport.get_extra_info("socket")
         found = None if known is None else self._sockets.get(known.fileno())
@@ -72,7 +72,8 @@ class Acceptor:
                 self._make_room()
 
     def _make_room(self) -> None:
-        # Who has most of them keeps nobody else out; nor do many addresses that have one each.
+        # The client with the most connections cannot keep others out; nor can many addresses with
+        # one each.
         owners = {each: self._owner(each) for each in self._members}
         counts = Counter(owners.values())
         for member_id in self._heard:
@@ -86,7 +87,7 @@ class Acceptor:
         return self._ids.get(connection) or self._networks.get(connection, "")
 
     async def close(self) -> None:
-        """Accept no more. Connections that were served are ended by their server."""
+        """Accept no more. The server closes connections that were served."""
         tasks = [*self._tasks, *self._greeting]
         for task in tasks:
             task.cancel()
@@ -102,7 +103,9 @@ class Acceptor:
                 await asyncio.sleep(_PAUSE_S)
                 continue
             connection.setblocking(False)
-            self._forget(self._sockets.get(connection.fileno()))  # it has had the same number
+            self._forget(
+                self._sockets.get(connection.fileno())
+            )  # an old connection with the same number
             self._sockets[connection.fileno()] = connection
             self._networks[connection] = network(address[0])
             self._unauthenticated.add(connection, address[0])
@@ -119,7 +122,7 @@ class Acceptor:
                 ssl=self._context,
                 ssl_handshake_timeout=WITHIN_S,
             )
-        except OSError:  # it has gone, or does not speak TLS
+        except OSError:  # it is closed, or does not use TLS
             connection.close()
         except asyncio.CancelledError:
             connection.close()
@@ -145,6 +148,6 @@ class Acceptor:
 
 
 def _hang_up(connection: socket.socket) -> None:
-    # Whoever reads from it finds its end, and closes it.
+    # Its reader notices the end, and closes it.
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

@@ -1,6 +1,6 @@
-"""The hub without its network: every request is one method, one transaction (`Journal.do`).
+"""The hub without its network: every request is one method and one transaction (`Journal.do`).
 
-`status` says to people what it knows.
+`status` returns a summary for people.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from isles.outer.hub.journal import JOURNAL, Journal, damaged
 from isles.outer.hub.members import LOST, Membership
 from isles.outer.hub.rounds import Rounds
 from isles.outer.hub.rules import Refusal, Settings
-from isles.outer.hub.samples import Samples
+from isles.outer.hub.samples import SampleLeases
 from isles.outer.hub.states import States
 from isles.outer.hub.verdicts import Verdicts
 from isles.outer.messages import (
@@ -43,20 +43,20 @@ _EVENTS, _COMMITS = 50, 20
 _QUIET_S = 6.0
 """Three heartbeats."""
 _SAME = 1e-3
-"""Processors that add in another order find norms that differ by less."""
+"""Relative difference of norms on processors with another order of summation."""
 _FIXED = {"layout", "codec", "adapter.type", "the frozen weights"}
-"""What no run changes on its way. The rest may be changed while no other cluster takes part or can
-come back."""
+"""Settings that never change during a run. The others may change while no other cluster takes part
+or can come back."""
 
 
-class Core:
-    """All that the hub knows and decides. One thread at a time; requests by way of `journal.do`.
+class HubCore:
+    """State and decisions of the hub. One thread at a time; requests through `journal.do`.
 
     Args:
         folder: its state directory.
-        settings: the rules of the run.
-        clock: seconds that only grow.
-        journal: its memory; None: in a file of its folder.
+        settings: settings of the run.
+        clock: monotonic seconds.
+        journal: its memory; None: in a file in its folder.
     """
 
     def __init__(
@@ -69,26 +69,24 @@ class Core:
         self.folder, self.settings = folder, settings
         is_hub = journal is None
         self.journal = journal = journal or Journal(folder / JOURNAL)
-        self.samples = Samples(journal)
+        self.samples = SampleLeases(journal)
         self.membership = Membership(journal, settings, self.samples, clock, is_hub=is_hub)
         self.rounds = Rounds(self.membership, folder / "rounds")
         self.verdicts = Verdicts(self.membership, self.rounds)
         self.states = States(self.membership, self.rounds, self.verdicts, folder / "states")
         has_average = any((folder / "rounds").glob("*/average"))
         if is_hub and has_average and not self.membership.latest():
-            # sqlite drops the newest changes in silence where their file is damaged.
-            raise damaged(
-                folder / JOURNAL, "it does not know the averages that are in the same folder"
-            )
+            # sqlite silently drops the newest changes if their file is damaged.
+            raise damaged(folder / JOURNAL, "it lacks averages that are in the same folder")
         journal.note("", "started", f"round {self.rounds.next} is next")
         self.sweep()
 
     def seed(self, kept: Sequence[tuple[RoundAnswer, str]]) -> None:
-        """Begin where a hub that is gone has ended: with the averages that a cluster has kept.
+        """Continue from the state of a former hub: with the averages that a cluster has kept.
 
         Args:
             kept: that hub's answers for each outer step, without a gap, and the digest of the
-                outer parameters that its average has led to, where it is known.
+                outer parameters after its average, if known.
         """
         for answer, outer_params in kept:
             names = (*answer.weights, *answer.refused)
@@ -100,16 +98,16 @@ class Core:
     # Joining.
 
     def join(self, join: Join) -> JoinAnswer:
-        """A cluster joins, or joins again.
+        """A cluster joins, or rejoins.
 
         Raises:
-            Refusal: it trains something else, its name is another's, or there are too many.
+            Refusal: it trains something else, its name is taken, or there are too many clusters.
         """
         if join.protocol != PROTOCOL:
             raise Refusal(
                 "protocol",
-                f"{join.name} speaks version {join.protocol}, the hub version {PROTOCOL}",
-                "install the same version of isles on both",
+                f"{join.name} uses protocol version {join.protocol}, the hub version {PROTOCOL}",
+                "install the same version of isles on both machines",
             )
         if len(join.outer_params) != len(join.pieces):
             what = f"{len(join.outer_params)} digests for {len(join.pieces)} fragments"
@@ -151,27 +149,27 @@ class Core:
         )
 
     def _first_round(self) -> int:
-        # That waits for somebody who comes now.
+        # Requests that wait for a cluster to join.
         following = self.rounds.next
         return following + int(self.rounds.has_begun(following))
 
     def _changes(self, join: Join, first: Join) -> dict[str, tuple[str, str]]:
-        # What differs from the run, by key: the run's value, and this cluster's.
+        # Differences from the run, by key: the run's value, and this cluster's.
         found = differences(first, join)
         has_others = any(row["id"] != join.id for row in self.membership.awaited())
         texts = [
-            f"{key} is {here} in {join.name} and {there} in the run"
+            f"{key} is {here} in {join.name}, but {there} in the run"
             for key, (there, here) in found.items()
             if has_others or key in _FIXED
         ]
         if not texts and first.pieces != join.pieces:
-            texts = ["the pieces into which the weights are cut differ"]
+            texts = ["the weights are divided into different pieces"]
         if texts:
             raise Refusal(
                 "other_run",
-                f"{join.name} does not train what this run does: " + "; ".join(texts),
+                f"the settings of {join.name} differ from the run's: " + "; ".join(texts),
                 "use the same values on all clusters. To change them, stop all clusters and wait "
-                f"{self.membership.gone_s:g} s: a cluster that was stopped or killed can come back "
+                f"{self.membership.gone_s:g} s, because a stopped or killed cluster can come back "
                 "until then",
             )
         return found
@@ -181,15 +179,17 @@ class Core:
         if join.version > following:
             raise Refusal(
                 "ahead",
-                f"{join.name} has applied {join.version} rounds, and the hub knows of {following}",
-                "it joins the wrong run, or the hub was set back to an old copy: start a "
-                "hub with an empty folder, and let the most advanced cluster join first",
+                f"{join.name} has applied {join.version} rounds, but the hub knows only "
+                f"{following}",
+                "either the cluster joins the wrong run, or the hub was restored from an old copy. "
+                "In the latter case, start a hub with an empty folder, and let the most advanced "
+                "cluster join first",
             )
         self.states.settle_all(join.version)
         if wrong := self.verdicts.diverged(join.version, join.outer_params):
             return "behind", (
-                f"its outer parameters of fragment {wrong[0]} after {join.version} rounds are "
-                "not those of the run"
+                f"its outer parameters of fragment {wrong[0]} after {join.version} rounds differ "
+                "from the run's"
             )
         if join.version == following:
             return "current", ""
@@ -200,7 +200,7 @@ class Core:
     # Members.
 
     def caller(self, member_id: str) -> sqlite3.Row:
-        """The member that asks: a request of any kind is a sign of life.
+        """The member that sends a request; every request counts as a heartbeat.
 
         Raises:
             Refusal: it must join.
@@ -208,10 +208,10 @@ class Core:
         member = self.membership.find(member_id)
         number = member["number"]
         self.membership.touch(number)
-        if member["state"] == "dropped":  # it keeps its steps, and is waited for again
+        if member["state"] == "dropped":  # it keeps its steps, and rounds wait for it again
             sql = "UPDATE members SET state = 'living', from_round = ? WHERE number = ?"
             self.journal.run(sql, self._first_round(), number)
-            what = f"heard again before round {self.rounds.next}"
+            what = f"responds again before round {self.rounds.next}"
             self.journal.note(member["name"], "back", what)
         return self.membership.get(number)
 
@@ -220,8 +220,8 @@ class Core:
         self.membership.note_heartbeat(number, heartbeat)
         self.membership.reached(number, min(heartbeat.version, following))
         member = self.membership.get(number)
-        # Only here, where it has just said how far it is: what is known of it may be old, above all
-        # to a hub that goes on from a copy, and all clusters would wait for one another.
+        # Only here, when it has just reported its progress: older knowledge of it may be outdated,
+        # above all in a hub restored from a copy, and all clusters would wait for each other.
         has = max(member["version"], min(heartbeat.has, following))
         if not member["is_behind"] and has < self.rounds.kept_since:
             why = f"the average of round {member['version']} is not kept any more"
@@ -243,7 +243,7 @@ class Core:
         )
 
     def show(self, shown: Shown) -> None:
-        """Keep what a cluster shows of itself. It is no sign of life: nobody waits for it."""
+        """Keep a cluster's record for people. It is not a heartbeat, so no round waits for it."""
         self.membership.show(self.membership.find(shown.id)["number"], shown.record)
 
     def reset_done(self, member_id: str) -> None:
@@ -263,14 +263,15 @@ class Core:
         return LeaseAnswer(samples=self.samples.lease(member, lease.number, lease.samples))
 
     def held(self, member_id: str, outer_step: int) -> bool:
-        """A cluster has an average; whether all that live and are not behind have it."""
+        """Note that a cluster has an average; returns whether all living clusters that are not
+        behind do."""
         self.membership.holds(self.caller(member_id)["number"], outer_step + 1)
         return self.membership.all_hold(outer_step + 1)
 
     # Outer steps.
 
     def part_path(self, member_id: str, outer_step: int) -> Path:
-        """Where a contribution is written, if it may come."""
+        """Path of a contribution, if it may be sent."""
         member = self.caller(member_id)
         if self.rounds.is_counted(outer_step, member["number"]):
             what = f"the contribution to round {outer_step} is counted already"
@@ -285,20 +286,20 @@ class Core:
     def complete(
         self, outer_step: int, contribution: Contribution, norm: float, failure: str = ""
     ) -> None:
-        """A contribution is whole and on the disk; see `Rounds.complete`."""
+        """A contribution is complete and on the disk; see `Rounds.complete`."""
         member = self.caller(contribution.id)
         self.rounds.complete(member, outer_step, contribution, norm, failure)
 
     def measured(self, outer_step: int, found: Mapping[int, float | str]) -> bool:
-        """Apply the rules to what the files of a closed round's contributions hold.
+        """Apply the rules to the content of the contributions' files of a closed round.
 
-        Until somebody has measured the norm in the journal, it is only the sender's claim.
+        Until it is measured, the norm in the journal is only the sender's claim.
 
         Args:
             found: see `files.measure`.
 
         Returns:
-            Whether anything has changed: `Rounds.close` then gives another job.
+            Whether anything has changed: `Rounds.close` then returns another job.
         """
         sql = "SELECT member, norm FROM parts WHERE round = ? AND reason = ''"
         parts = self.journal.rows(sql, outer_step)
@@ -315,14 +316,14 @@ class Core:
         return self.journal.num_changes != before
 
     def commit(self, outer_step: int, digest: str, size_bytes: int) -> None:
-        """An average is on the disk; see `Rounds.commit`. Old ones are not kept any more."""
+        """An average is on the disk; see `Rounds.commit`. Old averages are not kept any more."""
         self.rounds.commit(outer_step, digest, size_bytes)
         self.rounds.prune()
         following = self.rounds.next
         oldest = following - self.settings.keep_averages
         pinned = self.states.oldest_version()
         if pinned is not None:
-            # A cluster that pulls a state needs them; one that never ends must not fill the disk.
+            # A cluster that pulls a state needs them; an endless pull must not fill the disk.
             least = following - _MOST_PINNED * self.settings.keep_averages
             oldest = min(oldest, max(pinned, least))
         if oldest > self.rounds.kept_since:
@@ -334,13 +335,13 @@ class Core:
             )
 
     def sweep(self) -> None:
-        """Remove files that nobody needs, once it is on the disk that nobody does."""
+        """Remove files that are no longer needed, after the disk has a record of that."""
         self.states.sweep()
         for folder in (self.folder / "rounds").glob("[0-9]*"):
             if int(folder.name) < self.rounds.kept_since:
                 shutil.rmtree(folder, ignore_errors=True)
             else:
-                # Those of members that are gone go at once, unless they are counted.
+                # Files of members that are gone are removed immediately, unless they are counted.
                 outer_step = int(folder.name)
                 needed = set[Path]()
                 if outer_step >= self.rounds.next:
@@ -350,7 +351,7 @@ class Core:
                         part.unlink(missing_ok=True)
 
     def average_path(self, outer_step: int) -> Path:
-        """The average of an outer step.
+        """File of the average of an outer step.
 
         Raises:
             Refusal: it is not committed, or not kept any more.
@@ -363,7 +364,8 @@ class Core:
         return self.rounds.average_path(outer_step)
 
     def applied(self, applied: Applied) -> None:
-        """A cluster has applied an average; whoever has other weights than most pulls the state."""
+        """A cluster has applied an average; a cluster whose weights differ from most must pull the
+        state."""
         member, outer_step = self.caller(applied.id), applied.outer_step
         answer = self.rounds.answer(outer_step)
         if answer.state != "committed":
@@ -373,7 +375,7 @@ class Core:
         if outer_step < self.rounds.first_known or (
             not answer.is_kept and self.verdicts.outer_params(fragment, outer_step + 1)
         ):
-            return  # what the others have reported is forgotten, and what was right is known
+            return  # the reports of the others are deleted, and the right digest is known
         self.verdicts.report(member["number"], outer_step, applied.outer_params)
         self.states.settle(outer_step)
 
@@ -388,7 +390,7 @@ def differences(run: Join, own: Join) -> dict[str, tuple[str, str]]:
     }
 
 
-def status(core: Core) -> dict[str, Any]:
+def status(core: HubCore) -> dict[str, Any]:
     """The answer to GET /v1/status, which `isles status` shows."""
     newest = "SELECT * FROM rounds WHERE state = 'committed' ORDER BY round DESC LIMIT ?"
     commits = [_commit(core, row) for row in core.journal.rows(newest, _COMMITS)]
@@ -409,7 +411,7 @@ def status(core: Core) -> dict[str, Any]:
     }
 
 
-def live(core: Core) -> dict[str, Any]:
+def live(core: HubCore) -> dict[str, Any]:
     """The answer to GET /v1/live, which `isles top` shows."""
     found = core.membership.shown().items()
     return {
@@ -417,14 +419,14 @@ def live(core: Core) -> dict[str, Any]:
     }
 
 
-def events(core: Core) -> list[dict[str, Any]]:
+def events(core: HubCore) -> list[dict[str, Any]]:
     """The last events, oldest first; see `Journal.newest`."""
     sql = "SELECT number, at, member, kind, what FROM events WHERE number = ?"
     return [dict(row) for n in core.journal.newest(_EVENTS) for row in core.journal.rows(sql, n)]
 
 
 def _member(
-    core: Core, row: sqlite3.Row, weights: dict[str, int], open_rounds: list[RoundAnswer]
+    core: HubCore, row: sqlite3.Row, weights: dict[str, int], open_rounds: list[RoundAnswer]
 ) -> dict[str, Any]:
     name, number = row["name"], row["number"]
     nothing = Heartbeat(id="0" * 32, step=0, version=row["version"])
@@ -445,7 +447,7 @@ def _member(
     }
 
 
-def _open(core: Core, answer: RoundAnswer) -> dict[str, Any]:
+def _open(core: HubCore, answer: RoundAnswer) -> dict[str, Any]:
     missing = [row for row in core.membership.latest() if row["name"] in answer.waits_for]
     return {
         "round": answer.outer_step,
@@ -457,7 +459,7 @@ def _open(core: Core, answer: RoundAnswer) -> dict[str, Any]:
     }
 
 
-def _commit(core: Core, row: sqlite3.Row) -> dict[str, Any]:
+def _commit(core: HubCore, row: sqlite3.Row) -> dict[str, Any]:
     answer = core.rounds.answer(row["round"])
     return {
         "round": row["round"],
@@ -469,28 +471,28 @@ def _commit(core: Core, row: sqlite3.Row) -> dict[str, Any]:
     }
 
 
-def _why(core: Core, row: sqlite3.Row, outer_step: int) -> str:
+def _why(core: HubCore, row: sqlite3.Row, outer_step: int) -> str:
     # Why a round still waits for a cluster.
     number = row["number"]
     silent_s, still_s = core.membership.last_seen_s(number), core.membership.still_s(number)
     heartbeat = core.membership.heartbeats.get(number)
     if row["is_behind"]:
-        return f"takes the state of another: {row['command_reason']}"
+        return f"copying the state of another cluster ({row['command_reason']})"
     if silent_s > _QUIET_S:
-        return f"not heard for {format_duration(silent_s)}"
+        return f"no heartbeat for {format_duration(silent_s)}"
     if share := _arrived(core, outer_step, number):
-        return f"its contribution is on its way: {share:.0%} is here"
+        return f"sending its contribution ({share:.0%} received)"
     if heartbeat is None:
         return ""
     phase = heartbeat.phase
     if still_s > max(_QUIET_S, core.settings.still_after_s / 10):
-        return f"no inner step for {format_duration(still_s)}; it says: {phase or 'nothing'}"
+        return f"no inner step for {format_duration(still_s)} (phase: {phase or 'unknown'})"
     speed = f", {heartbeat.tokens_per_s:,.0f} tokens/s" if heartbeat.tokens_per_s else ""
     return f"{phase or 'training'}: {heartbeat.since} inner steps since its last round{speed}"
 
 
-def _arrived(core: Core, outer_step: int, number: int) -> float:
-    # Which part of a contribution is here.
+def _arrived(core: HubCore, outer_step: int, number: int) -> float:
+    # Received fraction of a contribution.
     try:
         found = coming(core.rounds.part_path(outer_step, number)).stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""Files of the hub: those that come in chunks, resumable at any time, and the averages."""
+"""Files of the hub: chunked uploads, resumable at any time, and the averages."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from isles.outer.messages import CHUNK_BYTES, chunk_size, digest_of, hash_chunks
 
 COMING = ".coming"
 _SLACK_BYTES = 4 * 2**20
-"""The rest of a state's file: its head, with a name for each tensor."""
+"""Additional bytes of a state's file: its header, with a name for each tensor."""
 
 
 def coming(path: Path) -> Path:
-    """The path of a file's bytes until the file is kept. Only `Incoming` reads it."""
+    """Path of a file's bytes until the file is kept. Only `Incoming` reads it."""
     return path.with_name(f"{path.name}{COMING}")
 
 
 class Incoming:
     """A file that arrives in chunks, in any order, some perhaps twice. Any thread may put.
 
-    The chunks go into a second file, which `keep` renames to the final path once it is whole and
-    checked. So no sender can write to a file that the hub uses. After a restart, the bytes on the
-    disk count as the chunks, whatever they are. A path has at most one open object at a time.
+    The chunks go into a second file, which `keep` renames to the final path after it is complete
+    and checked. So no sender can write to a file that the hub uses. After a restart, all bytes on
+    the disk count as chunks, whatever their content. A path has at most one open object at a time.
     """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
@@ -46,23 +46,23 @@ class Incoming:
         self._has = {} if is_new else dict(enumerate(hash_chunks(self.path)))
 
     def put(self, index: int, data: bytes, sha256: str) -> None:
-        """Keep one chunk.
+        """Store one chunk.
 
         Raises:
-            Refusal: the data are not what the hash says; or the file is whole already, and this
-                chunk differs from it. What was there stays.
-            OSError: the disk does not take it.
+            Refusal: the data does not match the hash; or the file is complete already, and this
+                chunk differs from it. Existing data stays.
+            OSError: the disk cannot store it.
         """
         assert len(data) == chunk_size(self.size_bytes, index)
         found = hashlib.sha256(data).hexdigest()
         if found != sha256:
-            what = f"chunk {index} has sha256 {found}, announced was {sha256}"
+            what = f"chunk {index} has sha256 {found}, but {sha256} was announced"
             raise Refusal("hash", what, "send it again")
         with self._lock:
             if self._has.get(index) == sha256:
                 return
             if self._is_closed:
-                raise Refusal("closed", "this file is not waited for any more")
+                raise Refusal("closed", "this file is not needed any more")
             if self._is_sealed:
                 raise Refusal("sealed", "this contribution is complete already")
             self._has.pop(index, None)
@@ -76,18 +76,18 @@ class Incoming:
             return dict(self._has)
 
     def seal(self, digest: str) -> None:
-        """Close the file, which is whole, and force it to the disk.
+        """Close the complete file, and force it to the disk.
 
         Raises:
-            Refusal: chunks are missing, or they do not make up the digest.
+            Refusal: chunks are missing, or do not match the digest.
         """
         with self._lock:
             total = num_chunks(self.size_bytes)
             if digest_of(self._has.get(index, "") for index in range(total)) != digest:
                 raise Refusal(
                     "incomplete",
-                    f"some of the {total} chunks are missing or not what was announced",
-                    "ask which chunks are there and send the others",
+                    f"some of the {total} chunks are missing or do not match the announcement",
+                    "query the stored chunks and send the others",
                 )
             _sync(self.path)
             self._is_sealed = True
@@ -100,7 +100,7 @@ class Incoming:
         """
         with self._lock:
             if self._is_closed or not self._is_sealed or not self.path.exists():
-                raise Refusal("closed", "this file is not waited for any more", "send it again")
+                raise Refusal("closed", "this file is not needed any more", "send it again")
             self.path.replace(self.goal)
             _sync(self.goal.parent)
             self._is_closed = True
@@ -112,7 +112,7 @@ class Incoming:
 
 
 def chunk_list(path: Path) -> Path:
-    """The file with the hashes of a file's chunks, for those who fetch it."""
+    """The file with the hashes of a file's chunks, for clusters that fetch it."""
     return path.with_name(f"{path.name}.hashes")
 
 
@@ -121,8 +121,8 @@ def write_chunk_list(path: Path, hashes: Iterable[str]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A round that is to be averaged."""
+class AveragingJob:
+    """A round to average."""
 
     outer_step: int
     parts: Sequence[tuple[Path, int]]
@@ -131,14 +131,14 @@ class Job:
 
 
 def part_bytes(codec: str, pieces: Sequence[int]) -> int:
-    """The size of a contribution. Imports torch, as all that reads numbers does.
+    """The size of a contribution. Imports torch, like all code that reads numbers.
 
     Args:
-        codec: as `Codec.text` has it.
+        codec: a word as in `Codec.text`.
         pieces: numbers of elements.
 
     Raises:
-        UserError: there is no such codec.
+        UserError: the codec is unknown.
     """
     from isles.outer import average as codecs
 
@@ -154,7 +154,7 @@ def average_bytes(codec: str, pieces: Sequence[int], num_parts: int) -> int:
 
 
 def state_bytes(pieces: Sequence[Sequence[int]]) -> int:
-    """The most that the files of a state can have: outer parameters and momentum of all pieces."""
+    """The maximum size of the files of a state: outer parameters and momentum of all pieces."""
     return sum(8 * sum(counts) + _SLACK_BYTES for counts in pieces)
 
 
@@ -162,7 +162,7 @@ def norm_of(codec: str, pieces: Sequence[int], path: Path) -> float:
     """The norm of a whole contribution, from its file.
 
     Raises:
-        ValueError: it holds what must not be averaged; the text says what, and in which piece.
+        ValueError: it must not be averaged; the text has the reason and the piece.
     """
     from isles.outer import average as codecs
 
@@ -196,11 +196,11 @@ def _norm(
     return float(total**0.5)
 
 
-def measure(codec: str, pieces: Sequence[int], job: Job) -> dict[int, float | str]:
-    """Look at the contributions of a job, as they lie on the disk now.
+def measure(codec: str, pieces: Sequence[int], job: AveragingJob) -> dict[int, float | str]:
+    """Check the contributions of a job in their current files.
 
     Returns:
-        By the member's number the norm of its contribution, or why that cannot be averaged.
+        For each member's number the norm of its contribution, or why it cannot be averaged.
     """
     found = dict[int, float | str]()
     for path, _ in job.parts:
@@ -216,11 +216,11 @@ def measure(codec: str, pieces: Sequence[int], job: Job) -> dict[int, float | st
     return found
 
 
-def average(codec: str, pieces: Sequence[int], job: Job) -> tuple[str, int]:
-    """Write an average and the hashes of its chunks, durably; the same bytes every time.
+def average(codec: str, pieces: Sequence[int], job: AveragingJob) -> tuple[str, int]:
+    """Write an average and the hashes of its chunks, durably; deterministic.
 
     Returns:
-        Its digest and its size in bytes; where there is nothing to average, none and 0.
+        Its digest and its size in bytes; an empty digest and 0 if there is nothing to average.
     """
     from isles.outer import average as codecs
 
@@ -250,7 +250,7 @@ def average(codec: str, pieces: Sequence[int], job: Job) -> tuple[str, int]:
 def _read(stream: BinaryIO, size: int, path: Path) -> bytes:
     data = stream.read(size)
     if len(data) != size:
-        raise EOFError(f"{path} ends {size - len(data)} bytes too early")
+        raise EOFError(f"{path} is {size - len(data)} bytes too short")
     return data
 
 

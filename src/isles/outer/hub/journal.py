@@ -1,4 +1,4 @@
-"""The hub's memory: one sqlite file that survives kill -9 at any instant."""
+"""The hub's memory: one sqlite file that survives kill -9 at any time."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ T = TypeVar("T")
 JOURNAL = "hub.sqlite"
 
 _VERSION = 4
-"""Raised when the tables are others than before."""
+"""Version of the tables; raise it when they change."""
 
 _EACH, _A_MINUTE = 100, 20
-"""Rows of one kind that each name has in the log: the newest. More within a minute share a row."""
+"""Number of the newest rows of one kind that each name has in the log. More rows within a minute
+share a row."""
 _GONE = 2000
-"""Events that are kept of all names together that no member has any more."""
+"""Number of events that are kept for all names without a member together."""
 _MOST, _LEAST = 6000, 5000
 """If the log has more than `_MOST` events, it keeps `_LEAST`: the newest of each name first."""
 _LONGEST = 2000
 _MATTERS, _AHEAD = {"refused", "weight", "diverged", "failure"}, 5
-"""Serious kinds of events, and how many more of them than of other kinds each name has."""
+"""Serious kinds of events, and the number of additional rows of them that each name has."""
 
-# A round has a row in `parts` for each contribution; one with a reason was refused. The owner of a
-# block is a member's number, or one of those in samples.py.
+# A round has a row in `parts` for each contribution; a row with a reason is a refused one. The
+# owner of a block is a member's number, or a constant of samples.py.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS members (
@@ -78,13 +79,13 @@ class Journal:
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._db.row_factory = sqlite3.Row
             self._open(path)
-        except sqlite3.OperationalError as error:  # a full disk, say
+        except sqlite3.OperationalError as error:  # such as a full disk
             raise UserError(
-                f"the hub's memory cannot be opened: {error}",
+                f"cannot open the hub's memory: {error}",
                 where=str(path),
                 fix="end the program that has it open"
                 if "locked" in str(error)
-                else "free some space there, and look whether this user may write there",
+                else "free some space there, and check that this user may write there",
             ) from error
         except sqlite3.DatabaseError as error:
             raise damaged(path, str(error)) from error
@@ -93,9 +94,10 @@ class Journal:
         is_new = not self.number("SELECT COUNT(*) FROM sqlite_master")
         if not is_new and (found := self.number("PRAGMA user_version")) != _VERSION:
             raise ConfigError(
-                f"this state directory is of another version of isles ({found}, not {_VERSION})",
+                f"this state directory belongs to another version of isles ({found}, not "
+                f"{_VERSION})",
                 where=str(path),
-                fix="use the version that began it, or an empty folder",
+                fix="use the version that created it, or an empty folder",
             )
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
@@ -105,9 +107,10 @@ class Journal:
         self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={_VERSION}; COMMIT;")
 
     def do(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function; all that it writes is on the disk when this returns, or nothing is.
+        """Call a function in a transaction; its changes are on the disk when this returns, or none
+        are.
 
-        A `Refusal` is an answer like any other: what was written before it stays.
+        A `Refusal` is a normal answer: the changes before it stay.
         """
         refusal: Refusal | None = None
         self._db.execute("BEGIN")
@@ -118,7 +121,7 @@ class Journal:
                 refusal = error
             self._db.execute("COMMIT")
         except BaseException:
-            if self._db.in_transaction:  # sqlite itself has rolled back where the disk is full
+            if self._db.in_transaction:  # sqlite itself rolls back if the disk is full
                 self._db.execute("ROLLBACK")
             raise
         if refusal is not None:
@@ -171,7 +174,7 @@ class Journal:
             "events WHERE member = ? AND kind = ? ORDER BY number DESC LIMIT 1 OFFSET ?)",
             *(member, kind, member, kind, _EACH),
         )
-        # Whoever comes and goes under many names.
+        # Clusters that join and leave under many names.
         self.run(
             "DELETE FROM events WHERE number IN (SELECT number FROM events WHERE member != '' AND "
             "member NOT IN (SELECT name FROM members WHERE state != 'left' OR NOT has_finished) "
@@ -189,7 +192,7 @@ class Journal:
         Members take turns, so a member cannot displace the events of others. Refusals and other
         serious events come first.
         """
-        # Not a window function: that is twenty times as slow.
+        # Not a window function: that is twenty times slower.
         places = Counter[tuple[str, str]]()
         ranked = []
         for member, kind, number in self._db.execute(
@@ -212,6 +215,6 @@ def damaged(path: Path, what: str) -> ConfigError:
     return ConfigError(
         f"the hub's memory is damaged: {what}",
         where=str(path),
-        fix="take a copy back if there is one; else move the file away, start the hub "
-        "again, and then the clusters: the one that has applied most rounds first",
+        fix="restore a copy if you have one. Otherwise move the file away, start the hub again, "
+        "and then the clusters, with the cluster that has applied the most rounds first",
     )

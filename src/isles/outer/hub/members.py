@@ -1,4 +1,4 @@
-"""The members: who may join, who lives, and which command each is given."""
+"""The members: which clusters may join, which live, and the command for each."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from typing import Literal
 
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.rules import FINISHED, FINISHED_FIX, FINISHED_WHAT, Refusal, Settings
-from isles.outer.hub.samples import Samples
+from isles.outer.hub.samples import SampleLeases
 from isles.outer.messages import Heartbeat, Join
 
 _LONGEST_ROUND = 1000
-"""Inner steps that a cluster may ask for in a round: `auto` asks for no more."""
+"""Maximum of inner steps per round that a cluster may request; `auto` requests no more."""
 _ROWS_EACH = 4
-"""So many former members stay known for each cluster that may take part."""
+"""Number of former members that stay known, per cluster that may take part."""
 _SHOWN_BYTES = 24 * 2**20
-"""All that members show of themselves."""
+"""Maximum size of all records that members show, in bytes."""
 _STANDS_IN = "stands in for "
-"""What the id of a stand-in begins with; ids of members are hexadecimal."""
+"""Prefix of a stand-in's id; ids of members are hexadecimal."""
 LOST = "lost"
-"""The command of a member that has gone without a word; to others it is dropped still."""
+"""The command of a silent member that has gone; other members see it as dropped."""
 _GONE = 20
-"""A member that is not heard for so many times `dead_after` has gone: its samples are leased to
-others, and it joins anew when it comes back. Until then it may go on with them."""
+"""Multiple of `dead_after` of silence after which a member has gone: its samples are leased to
+others, and it must rejoin. Until then it may continue with them."""
 
 
 class Membership:
-    """Members by number, in the order in which they first joined.
+    """Members by number, in the order of their first join.
 
-    The journal has a row for each (table `members`). Heartbeats, and when they came, are known
-    since this process began: after a restart everybody has the whole time again to be heard.
+    The journal has a row for each (table `members`). Heartbeats, and their times, are known only
+    since this process started: after a restart every member has the full time again.
 
     Args:
-        is_hub: whether this process runs for longer than the clusters do.
+        is_hub: whether this process runs longer than the clusters do.
     """
 
     def __init__(
         self,
         db: Journal,
         settings: Settings,
-        samples: Samples,
+        samples: SampleLeases,
         clock: Callable[[], float],
         *,
         is_hub: bool = True,
@@ -55,26 +55,26 @@ class Membership:
         self.heartbeats: dict[int, Heartbeat] = {}
         self._shown: dict[int, tuple[float, str]] = {}
         self.has_left = False
-        """Whether somebody has left since this was set to False: its files may go."""
+        """Whether a member has left since this was set to False: its files may be deleted."""
 
-    # Who there is.
+    # The members.
 
     def living(self) -> list[sqlite3.Row]:
         return self.db.rows("SELECT * FROM members WHERE state = 'living' ORDER BY number")
 
     def away(self) -> list[sqlite3.Row]:
-        """Members that are not heard of, and may come back."""
+        """Silent members that may come back."""
         return self.db.rows("SELECT * FROM members WHERE state = 'dropped' ORDER BY number")
 
     def not_gone(self) -> list[sqlite3.Row]:
-        """Members that live, or may come back."""
+        """Members that are living or may come back."""
         return self.db.rows("SELECT * FROM members WHERE state != 'left' ORDER BY number")
 
     def holders(self) -> list[sqlite3.Row]:
-        """Members that have a name and a place, which no other cluster can take.
+        """Members with a name and a place that no other cluster can take.
 
-        They live, or may come back, also after a pause, or have a part in an open round. A name
-        that only rounds of another hub have (see `stand_in`) is free.
+        They are living, or may come back, also after a pause, or have a part in an open round. A
+        name that only rounds of another hub have (see `stand_in`) is free.
         """
         open_parts = (
             "SELECT member FROM parts JOIN rounds USING (round) "
@@ -97,23 +97,23 @@ class Membership:
         return _GONE * self.settings.dead_after_s
 
     def awaited(self) -> list[sqlite3.Row]:
-        """Holders whose settings stay the run's, and that are not forgotten.
+        """Holders whose settings determine the run's, and that are not forgotten.
 
-        Without a hub each process is a cluster's own. It does not know how long the others had
-        paused when it began, so it does not wait for these.
+        Without a hub, each process belongs to a cluster. It does not know how long the others had
+        been paused when it started, so it does not wait for paused clusters.
         """
         rows = self.holders()
         return rows if self._is_hub else self._timed(rows)
 
     def _timed(self, rows: list[sqlite3.Row]) -> list[sqlite3.Row]:
-        # A process that was started again does not know how long the others have paused.
+        # A restarted process does not know how long the others have been paused.
         return [r for r in rows if r["state"] != "left" or r["number"] in self._last_seen]
 
     def _is_gone(self, number: int) -> bool:
         return self.last_seen_s(number) > self.gone_s
 
     def latest(self) -> list[sqlite3.Row]:
-        """Of each name the member that has it, or had it last."""
+        """For each name, its current or last member."""
         return self.db.rows(
             "SELECT * FROM members WHERE number IN (SELECT MAX(number) FROM members GROUP BY name) "
             "ORDER BY number"
@@ -128,14 +128,14 @@ class Membership:
         """The member with an id.
 
         Raises:
-            Refusal: nobody has joined with it, or it has left.
+            Refusal: no member has this id, or it has left.
         """
         row = self.db.row("SELECT * FROM members WHERE id = ? AND state != 'left'", member_id)
         if row is None:
             raise Refusal(
                 "unknown",
                 "the hub does not know this cluster",
-                "join first; the hub may have been started anew with an empty folder",
+                "join first; the hub may have been restarted with an empty folder",
             )
         return row
 
@@ -155,7 +155,7 @@ class Membership:
         )
 
     def end_kind(self) -> Literal["", "over", "alone"]:
-        """How far the run's end is.
+        """State of the run's end.
 
         over: all clusters have finished and left, and enough of them had a part in an average.
         alone: some have finished and no cluster is alive, but the run is not over.
@@ -169,13 +169,14 @@ class Membership:
         return "" if any(row["state"] == "living" for row in members) else "alone"
 
     def refuse_new(self, join: Join) -> None:
-        """Refuse a cluster that begins the run anew after the others have finished it.
+        """Refuse a cluster that starts the run from the beginning after the others have finished
+        it.
 
-        The averages that are kept would make the old model of it without any step of its own. A
-        cluster that had a part in the run may come back, for example to train longer.
+        The kept averages would turn it into the old model without any step of its own. A cluster
+        that had a part in the run may come back, for example to train longer.
 
         Raises:
-            Refusal: the run is finished, and this cluster begins it.
+            Refusal: the run is finished, and this cluster starts it.
         """
         sql = "SELECT 1 FROM members WHERE id = ?"
         if join.version or self.db.row(sql, join.id) is not None:
@@ -184,7 +185,7 @@ class Membership:
             raise Refusal(FINISHED, f"{FINISHED_WHAT} ({', '.join(sorted(names))})", FINISHED_FIX)
 
     def _have_done_their_part(self) -> set[str]:
-        # The names of those that have finished after they had a part in an average.
+        # Names of clusters that have finished after they had a part in an average.
         sql = (
             "SELECT DISTINCT name FROM members JOIN parts ON member = number "
             "WHERE has_finished = 1 AND reason = '' "
@@ -192,32 +193,32 @@ class Membership:
         )
         return {row["name"] for row in self.db.rows(sql)}
 
-    # Coming and going.
+    # Joining and leaving.
 
     def check(self, join: Join) -> None:
-        """Whether a cluster may join.
+        """Check whether a cluster may join.
 
         Raises:
-            Refusal: its name is another's or was its own otherwise, or there are too many.
+            Refusal: its name is taken or has changed, or there are too many clusters.
         """
         before = self.db.row("SELECT name FROM members WHERE id = ?", join.id)
         if before is not None and before["name"] != join.name:
             raise Refusal(
                 "renamed",
-                f"this cluster was called {before['name']!r} before, not {join.name!r}: averages "
-                "that others may still fetch have it under that name",
-                f"call it {before['name']}, or start it as a new run",
+                f"this cluster was named {before['name']!r} before, not {join.name!r}; averages "
+                "that others may still fetch contain the old name",
+                f"name it {before['name']}, or start it as a new run",
             )
-        # Also one that is not heard, or pauses, has its name, its place and what it has
-        # contributed, until it is gone: to be cut off or preempted costs nobody these.
+        # A silent or paused member also keeps its name, its place and its contributions, until it
+        # is gone: a network failure or preemption must not cost it these.
         others = [row for row in self.holders() if row["id"] != join.id]
         for row in others:
             if row["name"] == join.name:
                 silent_s = self.last_seen_s(row["number"])
                 raise Refusal(
                     "name_taken",
-                    f"another cluster called {join.name!r} takes part, or pauses; it was heard "
-                    f"{silent_s:.1f} s ago",
+                    f"another cluster named {join.name!r} takes part, or is paused (last heartbeat "
+                    f"{silent_s:.1f} s ago)",
                     "give this cluster another name, or resume it with its old run directory. If "
                     "that directory is lost, stop the old cluster and wait "
                     f"{max(0.0, self.gone_s - silent_s):.0f} s: a name is free after "
@@ -228,8 +229,8 @@ class Membership:
         if len(others) >= self.settings.max_clusters:
             raise Refusal(
                 "full",
-                f"{len(others)} clusters take part, or may come back, and "
-                f"{self.settings.max_clusters} at most may",
+                f"{len(others)} clusters take part, or may come back, and the maximum is "
+                f"{self.settings.max_clusters}",
                 "stop a cluster first. A cluster that was killed or pauses counts until it has "
                 f"been silent for {self.gone_s:g} s",
             )
@@ -239,8 +240,8 @@ class Membership:
 
         Args:
             from_round: the first round that waits for it, unless it is in one already.
-            is_behind: it must pull the state.
-            why: for `is_behind`.
+            is_behind: whether it must pull the state.
+            why: reason for `is_behind`.
         """
         self._forget()
         new = "INSERT OR IGNORE INTO members (id, name, state) VALUES (?, ?, 'left')"
@@ -267,8 +268,8 @@ class Membership:
         return self.get(number)
 
     def _forget(self) -> None:
-        # Of members that are not awaited the newest stay known, one of each name, and those whose
-        # contributions others may still ask for. `max_clusters` bounds those that are awaited.
+        # Of former members, the newest stay known, one per name, and those whose contributions
+        # others may still request. `max_clusters` bounds the number of awaited members.
         held = self.awaited()
         numbers, names = {row["number"] for row in held}, {row["name"] for row in held}
         most = len(names) + _ROWS_EACH * self.settings.max_clusters
@@ -301,44 +302,45 @@ class Membership:
     def retire(
         self, row: sqlite3.Row, state: Literal["dropped", "left"], why: str, *, frees: bool = False
     ) -> None:
-        """Nobody waits for a member any more.
+        """Stop waiting for a member.
 
         Args:
-            state: dropped: it takes part again once it is heard. left: it must join anew.
-            why: for the log of events.
-            frees: its samples are leased to others.
+            state: dropped: it takes part again after its next heartbeat. left: it must rejoin.
+            why: reason for the log of events.
+            frees: whether its samples are leased to others.
         """
         if frees:
-            why += f"; {self.samples.give_back(row['number'])} samples go back"
+            why += f"; {self.samples.give_back(row['number'])} samples are returned"
         self.has_left = self.has_left or state == "left"
         self.db.run("UPDATE members SET state = ? WHERE number = ?", state, row["number"])
         self.db.note(row["name"], state, why)
 
     def drop_silent(self) -> None:
-        """Drop whoever has not been heard for too long."""
+        """Drop members that have been silent for too long."""
         for row in self.db.rows("SELECT * FROM members"):
             number, silent_s = row["number"], self.last_seen_s(row["number"])
             if row["state"] == "living":
                 if silent_s > self.settings.dead_after_s:
-                    self.retire(row, "dropped", f"not heard for {silent_s:.1f} s")
+                    self.retire(row, "dropped", f"no heartbeat for {silent_s:.1f} s")
             elif self._is_gone(number) and (
                 row["state"] == "dropped" or self.samples.has_any(number)
             ):
-                self.retire(row, "left", f"not heard for {silent_s:.0f} s", frees=True)
+                self.retire(row, "left", f"no heartbeat for {silent_s:.0f} s", frees=True)
                 self.command(number, LOST)
 
     def end(self, number: int, rounds: int, *, is_decided: bool) -> int | None:
-        """A member has nothing left that is in no average; after how many rounds all end, if so.
+        """Note that all work of a member is in an average; returns the last round if all members
+        end there.
 
-        All end at once: who joins thereafter changes nothing for them. A member that is not heard
-        may come back, and is waited for until it counts as gone.
+        All members end together: a cluster that joins later does not change this. A silent member
+        may come back, so the end waits for it until it counts as gone.
 
         Args:
             number: the member.
-            rounds: so many are decided.
-            is_decided: nobody has contributed to the next one.
+            rounds: number of decided rounds.
+            is_decided: whether no member has contributed to the next round.
         """
-        if not self.get(number)["has_finished"]:  # asked again and again: no write
+        if not self.get(number)["has_finished"]:  # called repeatedly: no write
             self.db.run("UPDATE members SET has_finished = 1 WHERE number = ?", number)
         rows = self.not_gone()
         if is_decided and all(row["has_finished"] and not row["is_behind"] for row in rows):
@@ -347,10 +349,10 @@ class Membership:
         ended: int | None = self.get(number)["ended"]
         return ended
 
-    # What they report.
+    # Reports of members.
 
     def touch(self, number: int) -> None:
-        """A member is heard."""
+        """Note a heartbeat of a member."""
         now = self.clock()
         if not self._last_seen:
             self._gather_until = now + self.settings.gather_s
@@ -367,7 +369,7 @@ class Membership:
         self.holds(number, heartbeat.has)
 
     def show(self, number: int, record: str) -> None:
-        """Keep what a member shows of itself, and of each name only the newest.
+        """Keep the newest record that a member shows to people, per name.
 
         Raises:
             Refusal: the records of the other living members leave no room for it.
@@ -379,12 +381,12 @@ class Membership:
         while size > _SHOWN_BYTES and gone:
             size -= len(found.pop(gone.pop(0))[1])
         if size > _SHOWN_BYTES:
-            what = f"all clusters together show {size} bytes; {_SHOWN_BYTES} at most are kept"
+            what = f"all clusters together show {size} bytes; the maximum is {_SHOWN_BYTES}"
             raise Refusal("too_large", what)
         self._shown = {**found, number: (self.clock(), record)}
 
     def shown(self) -> dict[str, tuple[float, str]]:
-        """What members show of themselves, by name: seconds since it came, and the record."""
+        """Records that members show to people, by name: age in seconds, and the record."""
         now = self.clock()
         found = ((row["name"], self._shown.get(row["number"])) for row in self.latest())
         return {name: (now - shown[0], shown[1]) for name, shown in found if shown is not None}
@@ -394,8 +396,8 @@ class Membership:
         return self.clock() - self._moved_at.get(number, self.clock())
 
     def reached(self, number: int, version: int) -> None:
-        """Note that a member has applied so many rounds; older reports may arrive later."""
-        if version > self.get(number)["version"]:  # most heartbeats say nothing new: no write
+        """Note that a member has applied `version` rounds; older reports may arrive later."""
+        if version > self.get(number)["version"]:  # most heartbeats have nothing new: no write
             self.db.run("UPDATE members SET version = ? WHERE number = ?", version, number)
 
     def holds(self, number: int, has: int) -> None:
@@ -409,16 +411,16 @@ class Membership:
         )
 
     def sync_every(self) -> int:
-        """Inner steps in a round such that no living member's link is too slow for it."""
+        """Inner steps per round that are enough for every living member's link."""
         living = {row["number"] for row in self.living()}
         wanted = [heartbeat.sync_every for n, heartbeat in self.heartbeats.items() if n in living]
         return min(max(wanted, default=0), _LONGEST_ROUND)
 
-    # Whom a round waits for.
+    # The members that a round waits for.
 
     @property
     def least(self) -> int:
-        """Least contributions of a round: `min_clusters`, or fewer if clusters finish.
+        """Minimum contributions of a round: `min_clusters`, or fewer if clusters finish.
 
         A cluster that finishes without a part in any average does not lower this number.
         """
@@ -429,7 +431,7 @@ class Membership:
         return max(1, min(least, going_on)) if done else least
 
     def expected(self, outer_step: int) -> list[str]:
-        """The names of those whose contribution a round waits for."""
+        """Names of the members that a round waits for."""
         return sorted(
             row["name"]
             for row in self.living()
@@ -439,6 +441,6 @@ class Membership:
         )
 
     def command(self, number: int, command: str, reason: str = "") -> None:
-        """What a member's heartbeats are answered with until it joins again."""
+        """Set the command in answers to a member's heartbeats until it rejoins."""
         sql = "UPDATE members SET command = ?, command_reason = ? WHERE number = ?"
         self.db.run(sql, command, reason, number)

@@ -1,4 +1,4 @@
-"""Rounds: contributions to an outer step come in, a rule closes it, its average is committed."""
+"""Rounds: contributions to an outer step arrive, a rule closes it, its average is committed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from isles.outer.hub.files import Job
+from isles.outer.hub.files import AveragingJob
 from isles.outer.hub.members import Membership
 from isles.outer.hub.rules import Refusal, counted_tokens, heavy, of_members, outliers, tempered
 from isles.outer.hub.samples import valid
@@ -20,14 +20,14 @@ from isles.outer.samples import RESERVE, reserve_of
 
 _REFUSALS = 3
 _NORMS, _ROUNDS = 32, 20
-"""Contributions that norms and tokens are compared with; decided rounds that the hub remembers."""
+"""Number of contributions to compare norms and tokens with; number of stored decided rounds."""
 _NORMS_EACH = 8
-"""The most of these contributions that one member can have."""
-_TELLS = 0.99  # a greater part of the tokens that are claimed counts without an event
+"""Maximum of these contributions per member."""
+_TELLS = 0.99  # if a larger fraction of the claimed tokens counts, there is no event
 
 
 class Rounds:
-    """All rounds of a run, by outer step; one after the other is committed.
+    """All rounds of a run, by outer step; they are committed in order.
 
     The journal has a row for each round (table `rounds`), and one for each contribution that is
     complete or refused (table `parts`).
@@ -45,19 +45,19 @@ class Rounds:
 
     @property
     def first(self) -> Join | None:
-        """What the first cluster has joined with: it determines the run."""
-        text = self._db.get("first")  # not kept but here: a full disk may have undone `begin`
+        """The first cluster's join request: it determines the run."""
+        text = self._db.get("first")  # not cached: a full disk may have undone `begin`
         if text != self._read[0]:
             self._read = text, None if text is None else Join.model_validate_json(text)
         return self._read[1]
 
     def begin(self, join: Join) -> None:
-        """The first cluster has joined; or the only one, with other settings."""
+        """Start the run of the first cluster; or of the only cluster, with other settings."""
         if self._db.get("kept_since") is None:
             self._db.put("kept_since", str(join.version))
         self._db.put("first", join.model_dump_json(exclude={"holding"}))
 
-    # What is known.
+    # Queries.
 
     @property
     def fragments(self) -> int:
@@ -65,7 +65,7 @@ class Rounds:
 
     @property
     def next(self) -> int:
-        """The outer step that is committed next: so many have been."""
+        """The next outer step to be committed, which is the number of committed ones."""
         last = self._db.row("SELECT MAX(round) AS t FROM rounds WHERE state = 'committed'")
         if last is not None and last["t"] is not None:
             return int(last["t"]) + 1
@@ -78,7 +78,7 @@ class Rounds:
 
     @property
     def kept_since(self) -> int:
-        """The averages from this outer step on are on the disk."""
+        """First outer step whose average is on the disk, with all later ones."""
         return int(self._db.get("kept_since") or 0)
 
     def _row(self, outer_step: int) -> sqlite3.Row | None:
@@ -91,7 +91,7 @@ class Rounds:
         return "committed" if outer_step < self.next else "future"
 
     def has_begun(self, outer_step: int) -> bool:
-        """Whether anybody has contributed."""
+        """Whether any cluster has contributed."""
         return bool(self._parts(outer_step))
 
     def part_path(self, outer_step: int, number: int) -> Path:
@@ -111,7 +111,7 @@ class Rounds:
         return [part for part in self._parts(outer_step) if not part["reason"]]
 
     def needed_parts(self, outer_step: int) -> set[Path]:
-        """The files of contributions that are counted, or may still come."""
+        """The files of contributions that are counted, or may still arrive."""
         numbers = {row["number"] for row in self._membership.not_gone()}
         numbers |= {part["member"] for part in self._complete_parts(outer_step)}
         return {self.part_path(outer_step, number) for number in numbers}
@@ -123,10 +123,11 @@ class Rounds:
     # Contributions.
 
     def check(self, member: sqlite3.Row, outer_step: int) -> None:
-        """Whether a member may contribute now.
+        """Check whether a member may contribute now.
 
         Raises:
-            Refusal: the outer step is past or far off, or the member must pull the state first.
+            Refusal: the outer step is past or too far ahead, or the member must pull the state
+                first.
         """
         following = self.next
         if member["is_behind"]:
@@ -138,13 +139,14 @@ class Rounds:
                 "late",
                 f"round {outer_step} is decided without {member['name']}; the next is round "
                 f"{max(following, outer_step + 1)}",
-                "apply its average and contribute to the next round; no step of yours is lost",
+                "apply its average and contribute to the next round; no step of this cluster is "
+                "lost",
             )
         if outer_step >= following + self._settings.open_rounds:
             raise Refusal(
                 "early",
-                f"round {outer_step} is far off; the next is round {following}",
-                "apply the averages of the rounds before it",
+                f"round {outer_step} is too far ahead; the next is round {following}",
+                "apply the averages of the earlier rounds first",
             )
 
     def make_room(self, member: sqlite3.Row, outer_step: int) -> None:
@@ -171,10 +173,10 @@ class Rounds:
         norm: float,
         failure: str,
     ) -> None:
-        """A contribution is whole and on the disk.
+        """Record a contribution that is complete and on the disk.
 
         Args:
-            contribution: the member's own account of it.
+            contribution: the member's own description of it.
             norm: its norm as measured here.
             failure: why it must not be averaged, if so.
 
@@ -203,7 +205,7 @@ class Rounds:
             raise Refusal(
                 "refused",
                 f"the contribution of {member['name']} to round {outer_step} is refused: {reason}",
-                "go back to the outer parameters; look for the step at which its loss became nan",
+                "go back to the outer parameters, and find the step where its loss became nan",
             )
         self._came[outer_step, number] = self._clock()
 
@@ -218,7 +220,7 @@ class Rounds:
     # The rule.
 
     def _came_at(self, outer_step: int) -> list[float]:
-        # After a restart they count as having come then: one more time box at most.
+        # After a restart they count as arrived then, which adds at most one time box.
         parts = self._complete_parts(outer_step)
         return sorted(self._came.get((outer_step, part["member"]), self._began) for part in parts)
 
@@ -228,14 +230,14 @@ class Rounds:
 
     @property
     def _turn_began(self) -> float:
-        # When the next round became the next one: contributions sent ahead begin no time box.
+        # Start of the next round: contributions sent ahead do not start a time box.
         if self._turn[0] != self.next:
             self._turn = self.next, self._clock()
         return self._turn[1]
 
     def _fair_s(self, outer_step: int) -> float:
-        # Those who contribute at once do not take the others' time to train away: the time box
-        # begins when half of the missing clusters usually contribute. But a majority does not wait.
+        # A cluster that contributes immediately must not shorten the training of others: the time
+        # box starts when half of the missing clusters usually contribute, except with a majority.
         missing = self._waits_for(outer_step)
         if len(missing) < len(self._complete_parts(outer_step)):
             return 0.0
@@ -243,7 +245,7 @@ class Rounds:
         return statistics.median_high(needed_s) if needed_s else 0.0
 
     def _due_in_s(self, outer_step: int) -> float | None:
-        # Until it is closed without the missing; None: that is not decided by time, or not yet.
+        # Seconds until it closes without the missing; None: not decided by time, or not yet.
         if outer_step != self.next:
             return None
         match self._settings.wait:
@@ -264,17 +266,17 @@ class Rounds:
         return [name for name in self._membership.expected(outer_step) if name not in answered]
 
     def _is_time(self, outer_step: int) -> bool:
-        # Also where all who are waited for were refused: the round then changes nothing.
+        # Also if all awaited contributions were refused: the round then changes nothing.
         answered = len(self._parts(outer_step))
         if not answered or answered < self._membership.least:
             return False
         return not self._waits_for(outer_step) or self._due_in_s(outer_step) == 0.0
 
-    def close(self) -> Job | None:
-        """The next round to be averaged, if the rule closes it now or has closed it before.
+    def close(self) -> AveragingJob | None:
+        """The next round to average, if the rule closes it now or has closed it before.
 
         A round whose contributions were all refused has no parts: its average is empty, it changes
-        nothing, and nobody waits for it.
+        nothing, and no cluster waits for it.
         """
         outer_step = self.next
         state = self.state(outer_step)
@@ -289,10 +291,10 @@ class Rounds:
             (self.part_path(outer_step, part["member"]), part["tokens"])
             for part in self._complete_parts(outer_step)
         ]
-        return Job(outer_step, parts, self.average_path(outer_step))
+        return AveragingJob(outer_step, parts, self.average_path(outer_step))
 
     def _weigh(self, outer_step: int) -> None:
-        # Count no more tokens than can be: a member's weight is its own word.
+        # Limit the tokens to plausible numbers: a member's weight is only its own claim.
         parts, first = self._complete_parts(outer_step), self.first
         text = "" if first is None else first.identity.get("data.seq_length", "")
         claims = {part["member"]: part["tokens"] for part in parts}
@@ -301,12 +303,12 @@ class Rounds:
                 start, stop = reserve_of(self._membership.get(part["member"])["id"])
                 spans = [(a, b) for a, b in json.loads(part["spans"]) if a >= RESERVE]
                 own = sum(max(0, min(b, stop) - max(a, start)) for a, b in spans)
-                # A sample has one text, or two that are compared, and its number was leased.
+                # A sample has one text, or two texts to compare, and its number was leased.
                 most = 2 * int(text) * (self._samples.frontier + min(own, stop - start))
                 if self._samples.frontier:
                     claims[part["member"]] = min(part["tokens"], most)
         counted = counted_tokens(claims, self._history(outer_step), self._settings.outlier)
-        self._count(outer_step, counted, "no more are believed for now")
+        self._count(outer_step, counted, "the limit for now")
 
     def _count(self, outer_step: int, counted: Mapping[int, int], why: str) -> None:
         for part in self._complete_parts(outer_step):
@@ -316,11 +318,11 @@ class Rounds:
                 self._db.run(sql, tokens, outer_step, number)
                 if tokens <= _TELLS * part["tokens"]:
                     what = f"round {outer_step}: {tokens} of the {part['tokens']} tokens"
-                    self._db.note(part["name"], "weight", f"{what} that it claims count: {why}")
+                    self._db.note(part["name"], "weight", f"{what} that it claims count ({why})")
 
     def _history(self, outer_step: int) -> list[tuple[int, float, int]]:
-        # Member, norm and tokens of what was accepted for the same fragment in the last rounds; of
-        # a member that was often alone no more than a few.
+        # Member, norm and tokens of accepted contributions for the same fragment in the last
+        # rounds; only a few of a member that was often alone.
         rows = self._db.rows(
             "SELECT member, norm, tokens FROM (SELECT *, ROW_NUMBER() OVER (PARTITION BY member "
             "ORDER BY round DESC) AS place FROM parts WHERE reason = '' AND norm >= 0 "
@@ -336,14 +338,14 @@ class Rounds:
         return [(row["member"], row["norm"], row["tokens"]) for row in rows]
 
     def refuse_outliers(self, outer_step: int) -> None:
-        """Leave out contributions whose norm is far above the usual; see `outliers`."""
+        """Exclude contributions whose norm is far above the usual; see `outliers`."""
         history = self._history(outer_step)
         judges = of_members(history, {row["number"] for row in self._membership.not_gone()})
         parts = self._complete_parts(outer_step)
         norms = {part["member"]: (part["norm"], part["tokens"]) for part in parts}
         factor, num_living = self._settings.outlier, len(self._membership.living())
-        # Who is alone, as others are late or away, does not say what is common to all; but a
-        # cluster that has been alone is compared with nobody.
+        # A member that is alone, because others are late or away, cannot show a common cause. But a
+        # cluster that has always been alone is compared with no other.
         may_be_common = (len(norms) > 1 and 2 * len(norms) >= num_living) or (
             {member for member, _, _ in history} <= set(norms)
         )
@@ -358,10 +360,12 @@ class Rounds:
             self.leave_out(outer_step, number, reason, resets=refusals >= _REFUSALS)
 
     def leave_out(self, outer_step: int, number: int, reason: str, *, resets: bool = False) -> None:
-        """A contribution that was counted is not averaged.
+        """Exclude a counted contribution from the average.
 
         Args:
-            resets: its cluster goes back to the last average; else its steps are in its next one.
+            resets: whether its cluster goes back to the last average; else its next contribution
+                has these
+                steps.
         """
         member = self._membership.get(number)
         sql = "UPDATE parts SET reason = ? WHERE round = ? AND member = ?"
@@ -371,14 +375,14 @@ class Rounds:
         self._refuse(member, outer_step, reason, resets=resets)
 
     def note_parts(self) -> None:
-        """Contributions that were counted elsewhere, in a memory that is shared, came now."""
+        """Note the arrival of contributions that another process has counted in a shared memory."""
         _ = self._turn_began
         sql = "SELECT round, member FROM parts WHERE reason = '' AND round >= ?"
         for part in self._db.rows(sql, self.next):
             self._came.setdefault((part["round"], part["member"]), self._clock())
 
     def commit(self, outer_step: int, digest: str, size_bytes: int) -> None:
-        """The average of a round that `close` has closed is on the disk; see `files.average`."""
+        """Commit a closed round, when its average is on the disk; see `files.average`."""
         assert outer_step == self.next and self.state(outer_step) == "averaging", outer_step
         began = self._turn_began
         self._db.run(
@@ -405,7 +409,7 @@ class Rounds:
     def heaviest(
         self, outer_step: int, weights: Mapping[str, int]
     ) -> tuple[list[str], float] | None:
-        """Who outweighs all others that live, also those missing in a round; see `heavy`."""
+        """Members that outweigh all other living members, also the missing ones; see `heavy`."""
         living = {
             row["name"]
             for row in self._membership.living()
@@ -414,22 +418,24 @@ class Rounds:
         return heavy({**dict.fromkeys(living, 0), **weights})
 
     def _note_heavy(self, outer_step: int, weights: Mapping[str, int]) -> None:
-        # Once, and again when it is another.
+        # Once, and again when the members change.
         found, before = self.heaviest(outer_step, weights), self._db.get("heavy") or ""
         names, share = found or ([], 0.0)
         if (now := ", ".join(names)) != before:
             self._db.put("heavy", now)
             for name in names:
                 what = "it is" if len(names) == 1 else f"{now} are together"
-                what += f" {share:.1%} of the average of round {outer_step}, by the tokens claimed"
+                what += (
+                    f" {share:.1%} of the average of round {outer_step}, by their claimed tokens"
+                )
                 self._db.note(name, "weight", what)
 
     def prune(self) -> None:
-        """Forget what no rule looks at any more, so that the memory stays as small as it is."""
+        """Delete rows that no rule needs any more, so that the memory stays small."""
         following = self.next
         oldest = min(self.kept_since, following - _ROUNDS)
         least = min(oldest, following - _NORMS * self.fragments)
-        # The last part of a member stays: it shows that the member took part.
+        # A member's last part stays, as a record that the member took part.
         no_last = (
             "AND (round, member) NOT IN (SELECT MAX(round), member FROM parts "
             "JOIN members ON member = number WHERE reason = '' GROUP BY member)"
@@ -444,11 +450,11 @@ class Rounds:
         self._db.run("UPDATE parts SET spans = '[]' WHERE round < ? AND spans != '[]'", following)
 
     def take_over(self, answer: RoundAnswer, outer_params: str, numbers: Mapping[str, int]) -> None:
-        """A round was decided by a hub that is gone; its average is on the disk.
+        """Import a round decided by a former hub; its average is on the disk.
 
         Args:
-            outer_params: the digest that the average has led to; empty: unknown.
-            numbers: of the members that the answer names.
+            outer_params: digest after its average; empty: unknown.
+            numbers: numbers of the members in the answer.
         """
         self._db.run(
             "INSERT INTO rounds (round, state, digest, size, outer_params, committed_at) "
@@ -467,7 +473,7 @@ class Rounds:
     # Answers.
 
     def open_rounds(self) -> list[RoundAnswer]:
-        """The rounds that collect."""
+        """The rounds that collect contributions."""
         rows = self._db.rows("SELECT round FROM rounds WHERE state = 'collecting' ORDER BY round")
         return [self.answer(row["round"]) for row in rows]
 

@@ -1,4 +1,4 @@
-"""The requests that the hub answers: the token before anything else, errors in words."""
+"""The hub's HTTP routes: the token is checked first, and errors are answered with text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from isles.outer.hub.core import live, status
 from isles.outer.hub.files import Incoming, chunk_list, write_chunk_list
 from isles.outer.hub.rules import Refusal
 from isles.outer.hub.traffic import SMALL_BYTES, Pieces, Shared, Traffic, address_of, write
-from isles.outer.hub.work import TURN, Work
+from isles.outer.hub.work import TURN, HubWork
 from isles.outer.messages import (
     CHUNK_BYTES,
     Applied,
@@ -57,27 +57,29 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Knows = Callable[[asyncio.BaseTransport | None, str], None]
 
 _MOST_UPLOADS = 16
-"""Chunks that a member sends at a time; a client sends four."""
+"""Number of chunks that a member may send at the same time; a client sends four."""
 _JOIN_BYTES, _AT_ONCE_BYTES = 4 * 2**20, 2**15
 _BODY_BYTES = {Join: _JOIN_BYTES, Contribution: 2**20, StateOffer: 2**20, Shown: 2 * LONGEST}
-"""Limits of the bodies that may be long: a join lists the model's pieces."""
+"""Limits of long bodies: a join lists the model's pieces."""
 _BODY_S, _CHUNK_S, _LONGEST_WAIT_S = 60.0, 600.0, 30.0
 _MOST_PARSED = 2
-"""Long joins that are read at a time."""
+"""Number of long joins that are read at the same time."""
 _FEW_SPANS = 64
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NO_TOKEN, _DISK_FULL = 401, 507
 
 
 def guard(token: str, knows: Knows, traffic: Traffic) -> Middleware:
-    """Answers 401, whatever was asked for, unless a request carries the token.
+    """Middleware that answers 401 to every request without the token.
 
     Args:
-        knows: called with the connection of a request that carries it, and again with its member's
+        token: the token.
+        knows: called with the connection of a request that has the token, and again with its
+            member's
             id.
         traffic: writes the answers.
 
-    Whatever goes wrong becomes an answer in words; only bugs of the hub get a traceback.
+    Every error becomes an answer with text; only bugs of the hub get a traceback.
     """
     right = f"Bearer {token}".encode()
 
@@ -86,7 +88,7 @@ def guard(token: str, knows: Knows, traffic: Traffic) -> Middleware:
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         try:
             if not hmac.compare_digest(given, right):
-                fix = "use the join line that this hub has written"
+                fix = "use the join line of this hub"
                 raise Refusal("token", "the token is not this hub's", fix)
             knows(request.transport, "")
             TURN.set(traffic.turn(address := address_of(request)))
@@ -95,11 +97,11 @@ def guard(token: str, knows: Knows, traffic: Traffic) -> Middleware:
                 knows(request.transport, sender)
             if encoding := request.headers.get("Content-Encoding"):
                 what = f"a body with Content-Encoding {encoding[:32]!r}"
-                raise Refusal("encoded", what, "send it as it is")
+                raise Refusal("encoded", what, "send it uncompressed")
             answered = await handler(request)
         except Exception as error:
             if request.transport is None or request.transport.is_closing():
-                raise ConnectionResetError("the connection has gone") from error
+                raise ConnectionResetError("the connection is gone") from error
             status, body = _explain(error)
             if status == 500:
                 log.exception("a bug of the hub at %s %r", request.method, request.path)
@@ -123,18 +125,18 @@ def _explain(error: Exception) -> tuple[int, ErrorBody]:
         case UserError():
             return 422, ErrorBody(kind="malformed", what=error.what, fix=error.fix)
         case ConnectionError() | TimeoutError():
-            return 408, ErrorBody(kind="slow", what="the request's body did not come in time")
+            return 408, ErrorBody(kind="slow", what="the request's body did not arrive in time")
         case OSError() | sqlite3.OperationalError():
             limit = used_up(error, Path(getattr(error, "filename", None) or "."))
             room = limit[1] if limit else "free some space in its state directory"
             if "locked" in str(error):
-                room = "end the program that reads hub.sqlite"
+                room = "stop the program that reads hub.sqlite"
             what = f"the hub's disk: {getattr(error, 'strerror', None) or error}"
-            fix = f"{room}; clusters try again by themselves"
+            fix = f"{room}; clusters retry by themselves"
             return _DISK_FULL, ErrorBody(kind="disk", what=what, fix=fix)
         case _:
-            fix = "its log has the traceback"
-            return 500, ErrorBody(kind="bug", what="the hub has failed", fix=fix)
+            fix = "see the traceback in its log"
+            return 500, ErrorBody(kind="bug", what="internal error of the hub", fix=fix)
 
 
 def _answer(content: BaseModel | dict[str, Any] | list[str], status: int = 200) -> Pieces:
@@ -143,11 +145,11 @@ def _answer(content: BaseModel | dict[str, Any] | list[str], status: int = 200) 
 
 
 async def _body(request: web.Request, size: int) -> bytes:
-    # Not `request.read`: a connection keeps its last request, with what that has read.
+    # Not `request.read`: a connection keeps its last request and the data it has read.
     try:
         return await read_body(request.content, request.transport, size)
     except asyncio.IncompleteReadError as error:
-        raise ConnectionResetError("cut in the middle of a body") from error
+        raise ConnectionResetError("the body was cut off") from error
 
 
 async def _read(
@@ -171,7 +173,7 @@ async def _read(
             body = await _body(request, size)
             if parsing is None or size <= _AT_ONCE_BYTES:
                 return kind.model_validate_json(body, strict=True)
-            async with parsing:  # others are answered meanwhile
+            async with parsing:  # other requests are answered in the meantime
                 return await asyncio.to_thread(kind.model_validate_json, body, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
@@ -192,8 +194,8 @@ async def _put(request: web.Request, incoming: Incoming, traffic: Traffic) -> we
     if request.content_length != due or not _SHA256.fullmatch(sha256):
         raise Refusal(
             "malformed",
-            f"chunk {index} has {request.content_length} bytes; {due} and their sha256 are due",
-            "cut the same weights into the same pieces on all clusters",
+            f"chunk {index} has {request.content_length} bytes instead of {due}, with their sha256",
+            "use the same model and fragments on all clusters",
         )
     async with traffic.holding(await traffic.sender(request), due, _CHUNK_S):
         data = await _body(request, due)
@@ -202,7 +204,7 @@ async def _put(request: web.Request, incoming: Incoming, traffic: Traffic) -> we
 
 
 def _read_part(path: Path, part: slice) -> tuple[bytes, int]:
-    # The part, empty where it begins behind the end; and the size of all.
+    # The requested part, empty if it begins after the end; and the size of the file.
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if part.start >= size:
@@ -211,8 +213,8 @@ def _read_part(path: Path, part: slice) -> tuple[bytes, int]:
         return file.read(part.stop - part.start), size
 
 
-def make_app(work: Work, token: str, knows: Knows) -> web.Application:
-    """The routes of a hub; all need the token."""
+def make_app(work: HubWork, token: str, knows: Knows) -> web.Application:
+    """The routes of a hub; all require the token."""
     core = work.core
     clusters = core.settings.max_clusters
     traffic = Traffic(lambda member_id: work.ask(core.membership.has, member_id), clusters)
@@ -220,14 +222,14 @@ def make_app(work: Work, token: str, knows: Knows) -> web.Application:
     app = web.Application(middlewares=middlewares, client_max_size=_JOIN_BYTES)
 
     def post(path: str, kind: type[M], call: Callable[[M], Any]) -> web.RouteDef:
-        # A body that one method of the core answers.
+        # A request that one method of the core answers.
         async def handler(request: web.Request) -> web.StreamResponse:
             return _answer(await work.ask(call, await _read(request, kind, traffic)) or {})
 
         return web.post(path, handler)
 
     def upload(path: str, find: Callable[[web.Request], Awaitable[Incoming]], put: Handler) -> None:
-        # Which chunks of a file are there; and a chunk.
+        # The stored chunks of a file; and an upload of a chunk.
         async def received(request: web.Request) -> web.StreamResponse:
             incoming = await find(request)
             chunks = {str(index): sha256 for index, sha256 in incoming.received().items()}
@@ -238,9 +240,10 @@ def make_app(work: Work, token: str, knows: Knows) -> web.Application:
     def download(path: str, find: Callable[[web.Request], Awaitable[Path]]) -> None:
         # A file, and the hashes of its chunks.
         async def content(request: web.Request) -> web.StreamResponse:
-            # A chunk, as clusters ask for it; to TLS a FileResponse gives 16 KiB at a time.
+            # A chunk per request, as clusters need it; a FileResponse passes 16 KiB at a time to
+            # TLS.
             path, sender = await find(request), await traffic.sender(request)
-            with suppress(ValueError, FileNotFoundError):  # which FileResponse answers in words
+            with suppress(ValueError, FileNotFoundError):  # FileResponse answers these
                 part = request.http_range
                 if part.stop is not None and part.stop - part.start <= CHUNK_BYTES:
                     async with traffic.answering(request, sender, CHUNK_BYTES, _CHUNK_S):
@@ -257,7 +260,7 @@ def make_app(work: Work, token: str, knows: Knows) -> web.Application:
             try:
                 return _answer(chunk_list(await find(request)).read_text().split())
             except FileNotFoundError:
-                what = "this file is empty or not kept: it has no chunks"
+                what = "this file is empty or not kept, so it has no chunks"
                 raise Refusal("no_file", what) from None
 
         app.add_routes([web.get(path, content), web.get(f"{path}/hashes", hashes)])
@@ -279,7 +282,7 @@ def make_app(work: Work, token: str, knows: Knows) -> web.Application:
             post("/v1/state", OnlyId, lambda body: core.states.want(core.caller(body.id))),
             web.post("/v1/states", routes.offer_state),
             web.post(f"{state}/complete", routes.complete_state),
-            # For people, and for clusters that are to join.
+            # For people, and for clusters that want to join.
             web.get("/v1/status", routes.status),
             web.get("/v1/live", routes.live),
             web.get("/v1/run-file", routes.run_file),
@@ -293,9 +296,9 @@ def make_app(work: Work, token: str, knows: Knows) -> web.Application:
 
 
 class Routes:
-    """The requests that need more than one answer of the core; see `make_app`."""
+    """Requests that need more than one answer of the core; see `make_app`."""
 
-    def __init__(self, work: Work, traffic: Traffic) -> None:
+    def __init__(self, work: HubWork, traffic: Traffic) -> None:
         self._work, self._core, self._traffic = work, work.core, traffic
         self._live, self._status = Shared(self._make_live), Shared(self._make_status)
         self._sending: dict[str, list[asyncio.Task[Any]]] = {}
@@ -305,7 +308,7 @@ class Routes:
     async def join(self, request: web.Request) -> web.StreamResponse:
         join = await _read(request, Join, self._traffic, self._parsing)
         if join.id in self._joining:
-            raise Refusal("busy", "an earlier join of this cluster is still looked at", "wait")
+            raise Refusal("busy", "an earlier join of this cluster is still being checked", "wait")
         self._joining.add(join.id)
         try:
             await self._work.check_codec(join)
@@ -319,7 +322,7 @@ class Routes:
     async def _long_poll(
         self, request: web.Request, look: Callable[[], T], is_done: Callable[[T], bool]
     ) -> T:
-        # Hold the answer back, for `wait` seconds at most, until it is what is waited for.
+        # Hold the answer back until the awaited event, for at most `wait` seconds.
         wait_s = 0.0
         with suppress(ValueError):
             wait_s = min(float(request.query.get("wait", "0")), _LONGEST_WAIT_S)
@@ -348,7 +351,7 @@ class Routes:
         outer_step = _number(request, "outer_step")
         asker = (await _read(request, OnlyId, self._traffic)).id
         await self._work.ask(self._core.held, asker, outer_step)
-        self._work.wake()  # it is the last one, perhaps
+        self._work.wake()  # it may be the last one
         is_everywhere = await self._long_poll(
             request, lambda: self._core.held(asker, outer_step), bool
         )
@@ -358,7 +361,7 @@ class Routes:
 
     async def put(self, request: web.Request, incoming: Incoming) -> web.StreamResponse:
         """Receive a chunk of a file. A member with too many uploads loses the oldest upload, whose
-        link may be down."""
+        connection may be down."""
         who, task = request.match_info["id"], asyncio.current_task()
         assert task is not None
         tasks = self._sending.setdefault(who, [])
@@ -436,12 +439,12 @@ class Routes:
             await self._work.sweep()
             raise Refusal(
                 "malformed",
-                f"state {state} holds other outer parameters than was announced",
-                "look at the disk of the cluster that gave it",
+                f"the outer parameters in state {state} differ from its announcement",
+                "check the disk of the cluster that sent it",
             )
 
         def complete() -> None:
-            # What was looked at is kept, or nothing is complete: a refusal undoes nothing.
+            # Keep exactly the checked files, or complete nothing: a refusal undoes nothing.
             if not states.is_given(self._core.caller(asker), state):
                 for incoming in whole:
                     incoming.keep()
@@ -455,7 +458,7 @@ class Routes:
         state, index = _number(request, "state"), _number(request, "index")
         return await self._work.ask(self._core.states.download, state, index)
 
-    # For people, and for clusters that are to join.
+    # For people, and for clusters that want to join.
 
     async def status(self, request: web.Request) -> web.StreamResponse:
         return await self._share(request, self._status)
@@ -483,6 +486,6 @@ class Routes:
             raise Refusal(
                 "no_run_file",
                 f"the hub of {self._work.run} was started without a run file",
-                "give this cluster a run file of its own",
+                "give this cluster a separate run file",
             )
         return _answer({"run": self._work.run, "text": path.read_text()})

@@ -1,4 +1,4 @@
-"""The rules of a run: its settings, which contributions are outliers, who has diverged."""
+"""Rules of a run: its settings, outliers among contributions, and diverged members."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _HEAVY = 0.9
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 FINISHED = "over"
-"""The kind of a refusal of a cluster that has nothing left to train."""
+"""Kind of the refusal of a cluster that has nothing left to train."""
 FINISHED_WHAT = "the other clusters have finished this run"
 FINISHED_FIX = (
-    "their model is the run's. A new run needs a name of its own (name=…), or another hub or "
+    "the run's model is theirs. For a new run, set another name (name=…), or use another hub or "
     "outer.url. To train longer, resume all clusters from their run directories with a larger "
     "training.max_steps"
 )
@@ -36,11 +36,11 @@ _STATUS |= {"too_large": 413, "encoded": 415, "gone": 410, "busy": 429}
 
 
 class Refusal(Exception):
-    """A request that is refused.
+    """A refused request.
 
     Args:
         kind: one word that the client acts on.
-        what: what is wrong, with the value.
+        what: the problem, with the value.
         fix: what to do about it.
     """
 
@@ -48,40 +48,41 @@ class Refusal(Exception):
         super().__init__(what)
         self.kind, self.what, self.fix = kind, what, fix
         self.status = _STATUS.get(kind, 409)
-        """Of HTTP."""
+        """HTTP status."""
 
 
 class Settings(BaseModel):
-    """The rules of one run; the same for all clusters."""
+    """Settings of one run; the same for all clusters."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     wait: Literal["all", "time_boxed", "quorum"] = "all"
-    """all: every living cluster. time_boxed: `time_box_s` after the first contribution without
-    the missing. quorum: `grace_s` after the `quorum`-th contribution. Both begin when the round
-    before is decided, or later: see `Rounds`."""
+    """all: wait for every living cluster. time_boxed: close `time_box_s` after the first
+    contribution, without the missing ones. quorum: close `grace_s` after the `quorum`-th
+    contribution. Both times start when the previous round is decided, or later: see `Rounds`."""
     min_clusters: Annotated[int, Field(ge=1)] = 1
-    """An outer step has at least so many contributions."""
+    """Minimum number of contributions to an outer step."""
     gather: Annotated[int, Field(ge=1)] = 1
-    """So many clusters begin together: before that, no round is closed for `gather_s` after the
-    first has come, nor again after a restart."""
+    """Number of clusters that start together: until they have joined, no round is closed for
+    `gather_s` after the first join, nor after a restart."""
     gather_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0
     max_clusters: Annotated[int, Field(ge=1, le=MOST_CLUSTERS)] = 64
     time_box_s: Seconds = 120.0
     quorum: Annotated[int, Field(ge=1)] = 2
     grace_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
     dead_after_s: Seconds = 10.0
-    """A cluster not heard for so long is dropped."""
+    """Seconds without a heartbeat after which a cluster is dropped."""
     still_after_s: Seconds = 900.0
-    """A round no longer waits for a cluster that lives, but has done no inner step for so long."""
+    """Seconds without an inner step after which rounds no longer wait for a living cluster."""
     outlier: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 10.0
-    """A contribution is refused whose norm is so many times the median of those before it."""
+    """A contribution is refused if its norm is more than this multiple of the median of earlier
+    ones."""
     keep_averages: Annotated[int, Field(ge=1)] = 8
-    """So many averages stay on the disk for clusters that missed them."""
+    """Number of averages that stay on the disk for clusters that missed them."""
     open_rounds: Annotated[int, Field(ge=1)] = 8
-    """Contributions are taken for so many outer steps from the next one to be committed on."""
+    """Number of outer steps, from the next to be committed, that accept contributions."""
     source_s: Seconds = 60.0
-    """Another state source is asked where one has sent nothing of its state for so long."""
+    """Seconds without data after which another state source is chosen."""
 
 
 def outliers(
@@ -92,18 +93,18 @@ def outliers(
     *,
     may_be_common: bool,
 ) -> dict[int, str]:
-    """Contributions whose norm is far above what was usual, and by how much.
+    """Contributions whose norm is far above the usual, with the reason.
 
-    A norm may be larger in proportion where its cluster trained on more tokens, by its own word,
-    and up to `factor` times; fewer tokens never count against it; see `tempered`.
-    If all norms, or the norms of most living members, are above the limit, the cause is common, and
-    these norms are compared with each other.
+    A cluster that trained on more tokens, by its own claim, may have a proportionally larger norm,
+    up to `factor` times; fewer tokens never count against it; see `tempered`. If all norms, or the
+    norms of most living members, are above the limit, the cause is common, and these norms are
+    compared with each other.
 
     Args:
         factor: the limit, as a multiple of the usual norm.
         history: see `tempered`.
         contributions: norm and tokens of each member's contribution.
-        num_living: members that live.
+        num_living: number of living members.
         may_be_common: whether the members of this round can show a common cause.
     """
     found = _above(factor, _usual(history, contributions), contributions)
@@ -124,7 +125,7 @@ def _above(
         limit = factor * usual_norm * more or math.inf
         if norm > limit:
             found[member] = (
-                f"its norm {norm:.4g} is above {limit:.4g}, {factor:g} times what was usual "
+                f"its norm {norm:.4g} is above {limit:.4g}, {factor:g} times the usual norm "
                 f"({usual_norm:.4g} for {usual_tokens:.0f} tokens)"
             )
     return found
@@ -135,14 +136,14 @@ def tempered(
     history: Sequence[tuple[int, float, int]],
     contributions: Mapping[int, tuple[float, int]],
 ) -> dict[int, int]:
-    """The tokens that count of contributions that would pull an average too far.
+    """Reduced token counts for contributions that would pull an average too far.
 
     A contribution pulls with its norm times its tokens. That is at most `factor` times the usual
-    norm times the usual tokens of the others. A larger cluster comes to its full pull step by step,
-    as in `counted_tokens`, but not by a norm above `factor` times the usual. So k liars
-    among n clusters make the first averages at most `1 + factor * k / (n - k)` times as large as
-    usual. Later averages are at most `factor` times as large, because a larger norm gets no weight
-    from earlier rounds.
+    norm times the usual tokens of the others. A larger cluster reaches its full pull step by step,
+    as in `counted_tokens`, but not with a norm above `factor` times the usual. So k liars among n
+    clusters make the first averages at most `1 + factor * k / (n - k)` times as large as usual.
+    Later averages are at most `factor` times as large, because a larger norm gets no weight from
+    earlier rounds.
 
     Args:
         history: member, norm and counted tokens of earlier contributions, newest first.
@@ -164,9 +165,10 @@ def tempered(
 def _usual(
     history: Sequence[tuple[int, float, int]], contributions: Mapping[int, tuple[float, int]]
 ) -> tuple[float, float]:
-    # The usual norm and tokens. Each member counts once, however long it was alone. Of two in the
-    # middle the larger: half of the members cannot make the norms of the others outliers. Before
-    # there is a history, the contributions of the round are compared with each other.
+    # The usual norm and tokens. Each member counts once, however long it was alone. Of two values
+    # in
+    # the middle, use the larger: half of the members cannot make the norms of the others outliers.
+    # Without a history, the contributions of the round are compared with each other.
     earlier: dict[int, list[tuple[float, int]]] = {}
     for member, norm, tokens in history:
         earlier.setdefault(member, []).append((norm, tokens))
@@ -182,9 +184,9 @@ def _usual(
 def of_members(
     history: Sequence[tuple[int, float, int]], members: Set[int]
 ) -> Sequence[tuple[int, float, int]]:
-    """The history of these members, or all of it if theirs is too short to judge by.
+    """The history of these members, or the whole history if theirs is too short.
 
-    A cluster that joins again and again under new names would be many members otherwise.
+    A cluster that rejoins repeatedly under new names would count as many members otherwise.
     """
     own = [each for each in history if each[0] in members]
     return own if len(own) >= _ENOUGH_NORMS else history
@@ -224,7 +226,7 @@ def _bases(
     earlier: dict[int, list[int]] = {}
     for member, _, tokens in history:
         earlier.setdefault(member, []).append(tokens)
-    # Of two in the middle the lower: one liar is no measure for another.
+    # Of two values in the middle, use the lower: one liar must not justify another.
     usual = {member: statistics.median_low(all_its) for member, all_its in earlier.items()}
     usual = {**contributions, **usual}
     found: dict[int, tuple[float, float]] = {}
@@ -247,7 +249,7 @@ def heavy(weights: Mapping[str, int]) -> tuple[list[str], float] | None:
             break
         names.append(name)
         share += weights[name]
-    # The larger of two is half of them, too.
+    # The larger of two clusters is half of them.
     return (names, share / total) if names and 2 * len(names) <= len(weights) else None
 
 
@@ -276,15 +278,15 @@ def may_judge(reports: Mapping[int, str], living: Set[int], had_part: Set[int]) 
 
 
 def divergence(reports: Mapping[int, str]) -> tuple[str, list[int]]:
-    """What most hold after an outer step, and who holds something else.
+    """The right digest after an outer step, held by most members, and the members with another one.
 
-    Where as many hold one thing as another, the member that joined first is right: its number is
-    the lowest.
+    If several digests have equally many members, the member that joined first is right: its number
+    is the lowest.
 
     Args:
-        reports: see `may_judge`; one counts at least.
+        reports: see `may_judge`; at least one counts.
     """
     members, holders = sorted(reports), Counter(reports.values())
     digests = [reports[member] for member in members if reports[member]]
-    right = max(digests, key=holders.__getitem__)  # the first such
+    right = max(digests, key=holders.__getitem__)  # the first one
     return right, [member for member in members if reports[member] != right]

@@ -1,4 +1,4 @@
-"""Which cluster trains on which samples: blocks that are leased, cut where a part is averaged."""
+"""Leases of samples to clusters, in blocks that are split when only a part is averaged."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from isles.outer.messages import LAST_SAMPLE, MOST_LEASED, MOST_SPANS
 from isles.outer.samples import Interval, joined, leased, without
 
 FREE, AVERAGED = 0, -1
-"""Owners of blocks that no member has."""
+"""Owners of blocks that belong to no member."""
 
 _HORIZON = 2**40
-"""A hub that replaces a lost hub accepts numbers this far beyond the first cluster's numbers."""
+"""Distance beyond the first cluster's numbers up to which a replacement hub accepts sample
+numbers."""
 _MOST_HELD = 2 * MOST_LEASED
-"""Samples that a member has at a time."""
+"""Maximum number of samples that a member holds."""
 _LEASED_BLOCKS = 64
-"""Blocks in one lease."""
+"""Maximum number of blocks in one lease."""
 
 
-class Samples:
-    """One row for each block: from where to where, and whose it is.
+class SampleLeases:
+    """Blocks of samples with their owners, one row each.
 
-    A block stays with its cluster for as long as that may come back, and is leased to another then.
-    Neighbours of one owner are one block, and no owner has more than `MOST_SPANS`, so that the
+    A block stays with its cluster while the cluster may come back; then it is leased to another.
+    Adjacent blocks of one owner are merged, and no owner has more than `MOST_SPANS`, so that the
     table stays small whatever members report.
     """
 
@@ -35,7 +36,8 @@ class Samples:
         self.clean()
 
     def clean(self) -> None:
-        """Forget numbers that no lease has given: isles 0.1.0 believed any that a cluster sent."""
+        """Delete numbers that no lease has given: isles 0.1.0 accepted any numbers from
+        clusters."""
         self._db.run("DELETE FROM blocks WHERE stop > ?", LAST_SAMPLE)
 
     @property
@@ -44,21 +46,21 @@ class Samples:
         return self._db.number("SELECT MAX(stop) FROM blocks")
 
     def follow(self, holding: Sequence[Interval]) -> None:
-        """This hub's memory begins in a run that is under way: more was leased than it knows.
+        """Note that this hub's memory starts during a run: more samples were leased than it knows.
 
         Args:
-            holding: of the first cluster that comes.
+            holding: samples of the first cluster that joins.
         """
         known = max((stop for _, stop in leased(holding)), default=0)
         self._db.put("horizon", str(min(known, LAST_SAMPLE // 2) + _HORIZON))
 
     def lease(self, member: sqlite3.Row, number: int, count: int) -> list[Interval]:
-        """Lease `count` samples: first samples that members have given back, then a new block.
+        """Lease `count` samples: first returned samples, then a new block.
 
         If the answer to a request was lost, the same request gives the same samples again.
 
         Raises:
-            Refusal: the member has too many that it has not trained on.
+            Refusal: the member has too many untrained samples.
         """
         if number <= member["claim"]:
             claimed = json.loads(member["claimed"])
@@ -69,8 +71,8 @@ class Samples:
         if held + count > _MOST_HELD or frontier + count > LAST_SAMPLE:
             raise Refusal(
                 "too_many",
-                f"{member['name']} holds {held} samples and asks for {count} more; {_MOST_HELD} "
-                "at most may be leased to a cluster",
+                f"{member['name']} holds {held} samples and requests {count} more, but the maximum "
+                f"per cluster is {_MOST_HELD}",
                 "train on those first",
             )
         given, left = list[Interval](), count
@@ -90,7 +92,8 @@ class Samples:
         return given
 
     def take_up(self, member: int, holding: Sequence[Interval]) -> list[Interval]:
-        """A member joins or returns with the samples that it holds; its others are free again.
+        """Update the samples of a member that joins or returns; samples that it no longer holds
+        become free.
 
         Unknown samples count as leased by an earlier hub whose journal is lost, if there was one.
 
@@ -119,7 +122,8 @@ class Samples:
         return self._db.row("SELECT 1 FROM blocks WHERE owner = ? LIMIT 1", member) is not None
 
     def give_back(self, member: int) -> int:
-        """A member has gone: its blocks are leased to others; how many samples there are."""
+        """Free the blocks of a member that has gone, for other members; returns the number of
+        samples."""
         blocks = "SELECT * FROM blocks WHERE owner = ?"
         rows = self._db.rows(blocks, member)
         for row in rows:
@@ -128,14 +132,14 @@ class Samples:
         return sum(row["stop"] - row["start"] for row in rows)
 
     def average(self, member: int, spans: Sequence[Interval]) -> None:
-        """What a member has learnt of these is in an average, for good."""
+        """Note that an average finally contains a member's progress on these samples."""
         for span in joined(leased(valid(spans))):
             self._give(span, (member, FREE), AVERAGED)
         for owner in (member, FREE):
             self._thin(owner)
 
     def counts(self) -> dict[str, int]:
-        """Samples that are averaged, leased and free."""
+        """Number of averaged, leased and free samples."""
         names = {AVERAGED: "averaged", FREE: "free"}
         found: dict[str, int] = {}
         for row in self._db.rows("SELECT owner, SUM(stop - start) AS n FROM blocks GROUP BY owner"):
@@ -144,7 +148,7 @@ class Samples:
         return found
 
     def _thin(self, owner: int) -> None:
-        # Whoever reports every other sample would cut the blocks to pieces, more of them each time.
+        # A member that reports every other sample would split the blocks into ever more pieces.
         number = self._db.number("SELECT COUNT(*) FROM blocks WHERE owner = ?", owner)
         if number > MOST_SPANS:
             smallest = "SELECT * FROM blocks WHERE owner = ? ORDER BY stop - start, start LIMIT ?"
@@ -152,18 +156,18 @@ class Samples:
             for row in rows:
                 self._give((row["start"], row["stop"]), (owner,), AVERAGED)
             lost = sum(row["stop"] - row["start"] for row in rows)
-            what = f"{lost} samples in {len(rows)} pieces are given up: too many pieces"
+            what = f"{lost} samples in {len(rows)} pieces are given up (too many pieces)"
             self._db.note("", "samples", what)
 
     def _within(self, span: Interval) -> list[sqlite3.Row]:
-        # The blocks that have a sample of a span, in order.
+        # The blocks that overlap a span, in order.
         before = "SELECT MAX(start) FROM blocks WHERE start <= ?"
         first = self._db.number(before, span[0])
         sql = "SELECT * FROM blocks WHERE start >= ? AND start < ? AND stop > ? ORDER BY start"
         return self._db.rows(sql, first, span[1], span[0])
 
     def _give(self, span: Interval, owners: Sequence[int], to: int) -> None:
-        # What some have of a span is another's from now on. Neighbours of one owner become one.
+        # Moves a span to another owner. Adjacent blocks of one owner are merged.
         before = self._within((max(0, span[0] - 1), span[1] + 1))
         found: list[tuple[int, int, int]] = []
         for row in before:
@@ -191,5 +195,5 @@ class Samples:
 
 
 def valid(spans: Sequence[Sequence[int]]) -> list[Interval]:
-    """The spans of a journal that a message of today may contain."""
+    """The spans of a journal that are valid in current messages."""
     return [(start, stop) for start, stop in spans if 0 <= start < stop <= LAST_SAMPLE]

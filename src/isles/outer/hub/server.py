@@ -22,7 +22,7 @@ from isles.errors import CommunicationError, ConfigError, MissingDependencyError
 from isles.outer.hub.acceptor import Acceptor
 from isles.outer.hub.routes import make_app
 from isles.outer.hub.rules import Settings
-from isles.outer.hub.work import Work
+from isles.outer.hub.work import HubWork
 from isles.run.entry import make_own_folder, open_own_file
 from isles.run.join_line import SECRET_BYTES, JoinLine, encode
 from isles.run.records import write_secret
@@ -36,11 +36,11 @@ _OPENSSL_S = 60.0
 
 
 class Server:
-    """One hub. No other may use its state directory for as long as this process lives.
+    """One hub. It locks its state directory against other hubs while this process lives.
 
     Args:
-        folder: state directory; what lies there is gone on with.
-        settings: the rules of the run.
+        folder: state directory; an existing state is continued.
+        settings: settings of the run.
 
     Raises:
         ConfigError: another hub uses the state directory, or it cannot be locked.
@@ -51,29 +51,30 @@ class Server:
         self._limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.folder = folder
         make_identity(folder)
-        self.work = Work(folder, settings)
+        self.work = HubWork(folder, settings)
 
     async def start(self, host: str, port: int, run: str, announce: str = "") -> JoinLine:
         """Listen, and begin to close outer steps.
 
         Args:
-            host: the address to listen at.
-            port: the port; 0: the one of last time, or any.
+            host: the address to listen on.
+            port: the port; 0: the last port, or any free port.
             run: the run's name.
-            announce: HOST or HOST:PORT that clusters shall dial, if it is another (NAT, a name).
+            announce: HOST or HOST:PORT for the clusters, if it differs (NAT, a name).
 
         Returns:
-            The join line, which also stands in the file `join`.
+            The join line, which is also in the file `join`.
 
         Raises:
-            CommunicationError: the address is not this machine's, or the port is taken.
+            CommunicationError: the address is not this machine's, or the port is in use.
         """
         self.work.run = run
         with suppress(OSError, ValueError):  # each connection needs a file handle
             most = self._limit[1]
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         token = (self.folder / "token").read_text().strip()
-        # Garbage of unknown senders is no news; failures of the hub are logged in routes.py.
+        # Invalid data of unknown senders is not logged; failures of the hub are logged in
+        # routes.py.
         quiet = logging.getLogger("isles.hub.http")
         quiet.disabled = True
         self._runner = web.AppRunner(
@@ -81,7 +82,7 @@ class Server:
             access_log=None,
             logger=quiet,
             lingering_time=_LINGER_S,
-            auto_decompress=False,  # a megabyte of a stranger may be a gigabyte unpacked
+            auto_decompress=False,  # a megabyte from a stranger may decompress to a gigabyte
             keepalive_timeout=75.0,
             shutdown_timeout=_SHUTDOWN_S,
         )
@@ -94,21 +95,21 @@ class Server:
             listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         except (OSError, UnicodeError) as error:
             raise CommunicationError(
-                f"the hub cannot listen at {host}:{port}: {error}",
+                f"the hub cannot listen on {host}:{port}: {error}",
                 where="--listen",
-                fix="give an address of this machine and a free port",
+                fix="use an address of this machine and a free port",
                 id="hub.address",
             ) from error
-        # TLS 1.3 only: both ends are ours.
+        # TLS 1.3 only: both ends are isles.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         try:
             context.load_cert_chain(self.folder / "certificate.pem", self.folder / "key.pem")
         except (ssl.SSLError, ValueError) as error:
             raise ConfigError(
-                f"the hub's certificate cannot be used: {error}",
+                f"cannot use the hub's certificate: {error}",
                 where=str(self.folder / "certificate.pem"),
-                fix="take a copy of certificate.pem and key.pem back; or move both away, and give "
+                fix="restore certificate.pem and key.pem from a copy; or move both away, and pass "
                 "the new join line to every cluster",
             ) from error
         assert self._runner.server is not None
@@ -126,14 +127,14 @@ class Server:
         self._acceptor.knows(transport, member_id)
 
     async def stop(self) -> None:
-        """Take no more requests, end the work, and give the state directory to others."""
+        """Refuse new requests, stop all work, and release the state directory."""
         await self._acceptor.close()
         await self._runner.cleanup()
         await self.work.stop()
         self.release()
 
     def release(self) -> None:
-        """Give the state directory to others. For a hub that could not start; `stop` calls it."""
+        """Release the state directory. For a hub that could not start; `stop` calls it too."""
         os.close(self._lock)
         resource.setrlimit(resource.RLIMIT_NOFILE, self._limit)
 
@@ -144,17 +145,17 @@ def _dialled(announce: str, host: str, port: int) -> tuple[str, int]:
     return announce.strip("[]") or host, port
 
 
-# The hub's own secrets, made once, kept with mode 0600.
+# The hub's own secrets, created once, stored with mode 0600.
 
 
 def lock_folder(folder: Path) -> int:
-    """Make sure that no other hub uses a state directory, for as long as this process lives.
+    """Lock a state directory against other hubs, while this process lives.
 
     Returns:
-        A file handle that holds the lock.
+        A file descriptor that holds the lock.
 
     Raises:
-        ConfigError: another does, or the disk has no file locks.
+        ConfigError: another hub holds the lock, or the disk has no file locks.
         UserError: the state directory belongs to another user.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -167,26 +168,26 @@ def lock_folder(folder: Path) -> int:
         raise ConfigError(
             "another hub uses this state directory",
             where=str(folder),
-            fix="stop that one, or give this one a folder of its own",
+            fix="stop that hub, or use another folder for this one",
         ) from None
     except OSError as error:
         os.close(handle)
         raise ConfigError(
-            f"this state directory cannot be locked against another hub: {error.strerror}",
+            f"cannot lock this state directory against other hubs: {error.strerror}",
             where=str(folder),
-            fix="put it on a disk of this machine: some of the network have no file locks",
+            fix="put it on a local disk; some network file systems have no file locks",
         ) from error
     return handle
 
 
 def fingerprint(folder: Path) -> bytes:
-    """sha256 of the certificate of a state directory."""
+    """sha256 of the certificate in a state directory."""
     der = ssl.PEM_cert_to_DER_cert((folder / "certificate.pem").read_text())
     return hashlib.sha256(der).digest()
 
 
 def make_identity(folder: Path) -> None:
-    """Make the token and certificate of a state directory where they are not there (any more).
+    """Create the token and certificate of a state directory if they are missing.
 
     UserError: one of them belongs to another user, or is a link. That user would know the secret.
     """
@@ -200,23 +201,28 @@ def make_identity(folder: Path) -> None:
         return
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
     command += ["-nodes", "-sha256", "-days", str(_VALID_DAYS), "-subj", "/CN=isles hub"]
-    command += ["-keyout", "-", "-out", "-"]  # both to a pipe: no secret lies in a file of its own
+    command += [
+        "-keyout",
+        "-",
+        "-out",
+        "-",
+    ]  # both to a pipe, so that no other file contains a secret
     try:
         done = subprocess.run(
             command, check=False, capture_output=True, text=True, timeout=_OPENSSL_S
         )
     except FileNotFoundError as error:
         raise MissingDependencyError(
-            "the hub makes its certificate with openssl, which is not here",
+            "the hub needs openssl for its certificate, but it is not installed",
             where=str(folder),
             fix="install openssl (`apt install openssl`, `dnf install openssl`)",
         ) from error
     own, mark, rest = done.stdout.partition("-----BEGIN CERTIFICATE-----")
     if done.returncode or not mark:
         raise ConfigError(
-            f"openssl makes no certificate: {done.stderr[-300:]}",
+            f"openssl could not create a certificate: {done.stderr[-300:]}",
             where=str(folder),
-            fix="run `openssl version`, and see whether it works",
+            fix="check that `openssl version` works",
         )
     write_secret(key, own)
     write_secret(certificate, mark + rest)

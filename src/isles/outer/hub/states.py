@@ -1,4 +1,4 @@
-"""The state for clusters that are behind: which member gives it, and which files it has."""
+"""States for clusters that are behind: the source member of a state, and its files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LEAST_BYTES_PER_S = 2**17
 """A source that sends its state more slowly than 1 Mbit/s has failed. After each failure the source
 may be half as fast."""
 _MOST_DOUBLED = 4
-"""The number of failures after which the time still doubles."""
+"""Number of failures up to which the time doubles."""
 
 
 class States:
@@ -36,10 +36,10 @@ class States:
         self._chosen_at = self._progress_at = 0.0
         self._sent_bytes = 0.0
         self._failures: dict[int, tuple[int, float]] = {}
-        """How often, and when last, each member that was asked did not give a state in its time."""
+        """Number and last time of each member's failures to send a requested state in time."""
 
     def touch(self) -> None:
-        """Somebody asks for a state, or fetches it."""
+        """Note that a cluster requests or fetches a state."""
         self._wanted_at = self._clock()
 
     @property
@@ -47,13 +47,13 @@ class States:
         return self._clock() - self._wanted_at < _WANTED_S
 
     def ask(self, member: int) -> None:
-        """Another that shares this memory has chosen a member as state source."""
+        """Note that another process with the same memory has chosen a member as state source."""
         self.touch()
         if self._source != member:
             self._ask(member)
 
     def note_progress(self, member: int, num_bytes: float = math.inf) -> None:
-        """Count bytes that a member has sent; they are of its state if it is the source."""
+        """Count bytes from a member; they belong to its state if it is the source."""
         if self._source == member:
             self._progress_at = self._clock()
             self._sent_bytes += num_bytes
@@ -62,19 +62,19 @@ class States:
         return self._source == member and self._is_wanted
 
     def oldest_version(self) -> int | None:
-        """The version from which on averages must be kept, while somebody pulls a state."""
+        """Oldest version whose later averages must be kept, while a cluster pulls a state."""
         row = self._db.row("SELECT MIN(version) AS v FROM states")
         return int(row["v"]) if self._is_wanted and row and row["v"] is not None else None
 
-    # For those who are behind.
+    # For clusters that are behind.
 
     def want(self, member: sqlite3.Row) -> StateAnswer:
-        """A member needs a state: the newest one that is usable, or who is asked for one.
+        """A member needs a state: the newest usable state, or the source that must send one.
 
         A state whose weights are not decided waits for the verdict: no member gets it before.
 
         Raises:
-            Refusal: nobody can give one, and nobody will come who could.
+            Refusal: no member can send a state, and no such member can join.
         """
         self.touch()
         newest = "SELECT * FROM states WHERE is_complete = 1 ORDER BY version DESC"
@@ -84,7 +84,7 @@ class States:
                 continue
             self.settle_all(row["version"])
             if self._verdicts.diverged(row["version"], content.outer_params):
-                self._reject(row["member"], "its state is not the run's")
+                self._reject(row["member"], "its state differs from the run's")
             elif not self._verdicts.undecided(row["version"]):
                 source = self._membership.get(row["member"])["name"]
                 return StateAnswer(state=row["number"], source=source, **dict(content))
@@ -94,13 +94,13 @@ class States:
         if self._membership.all_have_finished(but=member["number"]):
             raise Refusal(
                 FINISHED,
-                f"{FINISHED_WHAT}, and the averages since this one was here last are not kept",
+                f"{FINISHED_WHAT}, and the averages since this cluster's last visit are not kept",
                 FINISHED_FIX,
             )
         return StateAnswer(state=None)
 
     def _choose(self, but: int) -> None:
-        # The most advanced member; the next one if it does not give its state in its time.
+        # The most advanced member; the next one if it does not send its state in time.
         if (source := self._source) is not None and self._is_late(source):
             self._failed(source)
             self._db.run("DELETE FROM states WHERE member = ? AND is_complete = 0", source)
@@ -126,8 +126,8 @@ class States:
         self._chosen_at = self._progress_at = self._clock()
 
     def _is_late(self, source: int) -> bool:
-        # It sends nothing, or so little that others would wait without end, however often it
-        # begins again. A source that has failed has twice the time: its link may be slow.
+        # It sends nothing, or so little that others would wait forever, however often it restarts.
+        # A source that has failed gets twice the time, because its link may be slow.
         now, source_s = self._clock(), self._membership.settings.source_s
         all_s = source_s + min(self._sent_bytes, self._limit_bytes) / _LEAST_BYTES_PER_S
         more = 2 ** min(self._failures.get(source, (0, 0.0))[0], _MOST_DOUBLED)
@@ -145,11 +145,12 @@ class States:
     # From a source.
 
     def offer(self, member: sqlite3.Row, offer: StateOffer) -> int:
-        """A state source begins to upload, or goes on; the state's number.
+        """Start or resume the upload of a state source; returns the state's number.
 
         Raises:
-            Refusal: it is not the run's, or larger than outer parameters and momentum are, or
-                nobody has asked for it.
+            Refusal: it differs from the run's, is larger than outer parameters and momentum, or was
+                not
+                requested.
         """
         number, rounds = member["number"], self._rounds
         is_wrong = (
@@ -158,15 +159,15 @@ class States:
             or self._verdicts.diverged(offer.version, offer.outer_params)
         )
         if member["is_behind"] or is_wrong:
-            raise Refusal("behind", f"the state of {member['name']} is not the run's")
+            raise Refusal("behind", f"the state of {member['name']} differs from the run's")
         pieces, limit = self._pieces, self._limit_bytes
         size_bytes = sum(file.size_bytes for file in offer.files)
         names = {file.name for file in offer.files}
         if size_bytes > limit or len(offer.files) > len(pieces) or len(names) < len(offer.files):
             raise Refusal(
                 "too_large",
-                f"a state of {len(offer.files)} files and {size_bytes} bytes; one of this run has "
-                f"{len(pieces)} and {limit} at most",
+                f"a state of {len(offer.files)} files and {size_bytes} bytes; a state of this run "
+                f"has {len(pieces)} files and at most {limit} bytes",
             )
         content = offer.model_dump_json(exclude={"id"})
         known = "SELECT number FROM states WHERE member = ? AND content = ?"
@@ -174,33 +175,33 @@ class States:
         if row is not None:
             return int(row["number"])
         if not self.is_source(number):
-            raise Refusal("not_wanted", "no state is asked of this cluster now")
-        # One at a time: what a member can fill the disk with is bounded.
+            raise Refusal("not_wanted", "no state is requested from this cluster now")
+        # One at a time, to limit the disk space that a member can use.
         self._db.run("DELETE FROM states WHERE member = ? AND is_complete = 0", number)
         new = "INSERT INTO states (member, version, content) VALUES (?, ?, ?)"
         self._db.run(new, number, offer.version, content)
         return self._db.number(known, number, content)
 
     def uploads(self, member: sqlite3.Row, state: int) -> list[tuple[Path, StateFile]]:
-        """The files of a state that a member gives, and where each is written.
+        """The files of a state from a member, and their paths for writing.
 
         Raises:
-            Refusal: there is no such state, another gives it, or it is complete.
+            Refusal: the state does not exist, belongs to another member, or is complete.
         """
         row = self._row(state)
         if row["member"] != member["number"]:
-            raise Refusal("not_yours", f"state {state} is given by another cluster")
+            raise Refusal("not_yours", f"state {state} belongs to another cluster")
         if row["is_complete"]:
             raise Refusal("sealed", f"state {state} is complete already")
         return self._files(state)
 
     def is_given(self, member: sqlite3.Row, state: int) -> bool:
-        """Whether a state that a member gives is complete."""
+        """Whether a state from a member is complete."""
         row = self._row(state)
         return bool(row["is_complete"]) and row["member"] == member["number"]
 
     def content(self, state: int) -> State:
-        """What a state's source has announced."""
+        """The announcement of a state by its source."""
         return State.model_validate_json(self._row(state)["content"])
 
     def refuse(self, state: int) -> None:
@@ -209,7 +210,7 @@ class States:
         self._reject(row["member"], "its state differs from its announcement")
 
     def complete(self, state: int) -> None:
-        """All files of a state are whole."""
+        """Note that all files of a state are complete."""
         row = self._row(state)
         sql = "DELETE FROM states WHERE member = ? AND number != ?"
         self._db.run(sql, row["member"], state)  # a member has one at most
@@ -220,7 +221,7 @@ class States:
         if not self._verdicts.undecided(row["version"]):
             self._failures.pop(row["member"], None)
 
-    # Those who have other weights.
+    # Members with other weights.
 
     def settle(self, outer_step: int) -> None:
         """Decide on a round if possible; members with other weights than most pull the state."""
@@ -234,7 +235,7 @@ class States:
             self.settle(outer_step)
 
     def throw_back(self, member: sqlite3.Row, event: str, why: str) -> None:
-        """A member must pull the state, and the hub forgets the states of this member."""
+        """Make a member pull the state, and forget the states of this member."""
         self._db.run("UPDATE members SET is_behind = 1 WHERE number = ?", member["number"])
         self._drop(member["number"])
         self._membership.command(member["number"], "pull", why)
@@ -252,7 +253,7 @@ class States:
             self._source = None
 
     def download(self, state: int, index: int) -> Path:
-        """A file of a state that is complete."""
+        """A file of a complete state."""
         if not self._row(state)["is_complete"]:
             raise Refusal("early", f"state {state} is still being uploaded")
         self.touch()
@@ -264,7 +265,7 @@ class States:
     def _row(self, state: int) -> sqlite3.Row:
         row = self._db.row("SELECT * FROM states WHERE number = ?", state)
         if row is None:
-            raise Refusal("no_state", f"there is no state {state}", "ask for the state anew")
+            raise Refusal("no_state", f"state {state} does not exist", "request the state again")
         return row
 
     def _files(self, state: int) -> list[tuple[Path, StateFile]]:

@@ -1,4 +1,4 @@
-"""How long each cluster usually needs for a round, as far as others wait for it."""
+"""Usual time of each cluster per round, as far as others wait for it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Mapping, Set
 from isles.outer.hub.rules import Settings
 
 _LAST = 4
-"""Rounds of a cluster that show how long it usually needs."""
+"""Number of rounds of a cluster that determine its usual time."""
 
 
 class Times:
-    """The times that clusters needed for their last rounds; lost when the hub restarts.
+    """Times that clusters needed for their last rounds; lost when the hub restarts.
 
-    A cluster that contributes later in each round counts at most as twice its shortest time and
-    twice the time box. A new name counts as no slower than the known names, so clusters that join
-    again under other names do not make rounds longer without limit.
+    A cluster that contributes later in each round counts with at most twice its shortest time and
+    twice the time box. A new name counts as no slower than the known names, so clusters that rejoin
+    under other names do not make rounds longer without limit.
 
     Args:
-        settings: the rules of the run; `grace_s` is the time box of a quorum.
+        settings: settings of the run; `grace_s` is the time box of a quorum.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -33,7 +33,7 @@ class Times:
         return min(self._last_s.get(name, [0.0]))
 
     def note(self, needed_s: Mapping[str, float], known: Set[str]) -> None:
-        """A round is over.
+        """Record the times of a finished round.
 
         Args:
             needed_s: seconds that its clusters needed, by name.

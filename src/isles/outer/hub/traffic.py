@@ -21,27 +21,27 @@ from isles.outer.hub.rules import Refusal
 from isles.run.unauthenticated import network
 
 SMALL_BYTES = 2**16
-"""Bodies up to here are not counted: connections are few enough."""
+"""Size up to which bodies are not counted: the number of connections is limited."""
 _EACH_BYTES, _ALL_BYTES, _OWN_BYTES = 16 * 2**20, 128 * 2**20, 4 * 2**20
-"""Memory for one sender, for all senders, and for each member, however much the others use."""
+"""Memory for one sender, for all senders, and guaranteed memory for each member."""
 _MOST_WAITING, _WAITS_S, _LOOK_S = 64, 60.0, 1.0
-"""Requests of one sender that wait for memory, and for how long."""
+"""Maximum number of a sender's requests that wait for memory, and their longest wait."""
 _SLOW_S = 20.0
-"""A transfer can last longer if no request waits for its memory."""
+"""A transfer may take longer if no request waits for its memory."""
 _ANSWER_S, _LEAST_BYTES_PER_S = 30.0, 2**18
 _MOST_POLLS = 16
 _PIECE_BYTES = 2**17
 _FRESH_S, _MOST_VERSIONS = 0.5, 2
 _KNOWN_S = 10.0
-"""Seconds for which the hub remembers that an id belongs to a member."""
+"""Seconds that the hub remembers that an id belongs to a member."""
 
 _ID = re.compile(r"[0-9a-f]{32}")
 MEMBER = "X-Member"
-"""The header with the id of the member that asks."""
+"""The header with the id of the requesting member."""
 
 
 def address_of(request: web.Request) -> str:
-    """The sender of a request that has no id."""
+    """The sender of a request without an id."""
     return f"at {network(request.remote)}"
 
 
@@ -64,7 +64,7 @@ class Traffic:
     def __init__(self, is_member: Callable[[str], Awaitable[bool]], clusters: int) -> None:
         self._is_member = is_member
         self._most_bytes = _ALL_BYTES + clusters * _OWN_BYTES
-        self._holds: dict[_Hold, None] = {}  # the oldest first
+        self._holds: dict[_Hold, None] = {}  # oldest first
         self._held: dict[str, int] = {}
         self._waiting: dict[str, int] = {}
         self._freed = asyncio.Condition()
@@ -73,7 +73,7 @@ class Traffic:
         self._turns = WeakValueDictionary[str, asyncio.Lock]()
 
     async def sender(self, request: web.Request) -> str:
-        """Who asks: a member's id, or an address."""
+        """The sender of a request: a member's id, or an address."""
         member_id = request.match_info.get("id") or request.headers.get(MEMBER) or ""
         if _ID.fullmatch(member_id) and await self._is_known(member_id):
             return member_id
@@ -90,12 +90,12 @@ class Traffic:
         return True
 
     def turn(self, sender: str) -> asyncio.Lock:
-        """What a sender holds while the hub's journal works for it: one request at a time."""
+        """Lock of a sender while the hub's journal works for it: one request at a time."""
         return self._turns.setdefault(sender, asyncio.Lock())
 
     @property
     def num_bytes(self) -> int:
-        """In memory, of all."""
+        """Memory of all senders together, in bytes."""
         return sum(self._held.values())
 
     @asynccontextmanager
@@ -153,7 +153,7 @@ class Traffic:
         self._held[sender] = self._held.get(sender, 0) + num_bytes
 
     def _end_slow(self, sender: str, num_bytes: int) -> None:
-        # The oldest transfer: of the sender that waits, if it has too much itself.
+        # The oldest transfer: of the waiting sender itself, if that holds too much.
         is_own = self._held.get(sender, 0) + num_bytes > _EACH_BYTES
         now = asyncio.get_running_loop().time()
         for hold in self._holds:
@@ -166,7 +166,7 @@ class Traffic:
     # Answers.
 
     async def send(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Write an answer, as far as it is not written, within a time that follows from its size.
+        """Write the rest of an answer, within a time derived from its size.
 
         Raises:
             ConnectionError: the other end does not read the answer.
@@ -207,7 +207,7 @@ class Traffic:
 
     @asynccontextmanager
     async def polling(self, sender: str) -> AsyncIterator[Poll]:
-        """Hold an answer back. If a sender has too many, its oldest answer goes out now."""
+        """Hold an answer back. If a sender has too many, its oldest answer is sent now."""
         poll, polls = Poll(), self._polls.setdefault(sender, [])
         polls.append(poll)
         if len(polls) > _MOST_POLLS:
@@ -245,12 +245,12 @@ class Poll:
 
 
 class Pieces(web.StreamResponse):
-    """A long answer: each piece is written after the other end has read the piece before.
+    """A long answer: each piece is written after the other end has read the previous piece.
 
     TLS copies every write whole, so one large write would hold the answer twice.
 
     Args:
-        is_shared: others read it too, so no sender holds it.
+        is_shared: whether others read it too, so that no sender holds it.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class Pieces(web.StreamResponse):
 
 
 class Shared:
-    """A large answer that all who ask within a moment share.
+    """A large answer, shared by all requests within a short time.
 
     While slow readers keep two older versions in memory, no newer version is made.
     """
@@ -290,7 +290,8 @@ class Shared:
             made = self._made
             is_old = not made or loop.time() - made[-1].at > _FRESH_S
             if is_old and sum(each.readers > 0 for each in made) < _MOST_VERSIONS:
-                # Not as a request of its sender, whose other requests all would wait for.
+                # Not as a request of its sender: then all would wait for the sender's other
+                # requests.
                 making = asyncio.create_task(self._make(), context=Context())
                 made.append(_Made(await making, loop.time()))
                 self._made = made = [each for each in made if each.readers or each is made[-1]]
@@ -320,4 +321,4 @@ def _time_s(num_bytes: int) -> float:
 
 
 def _busy() -> Refusal:
-    return Refusal("busy", "too much is sent or read at a time", "send or read less at a time")
+    return Refusal("busy", "too much data is in transfer", "transfer less at a time")

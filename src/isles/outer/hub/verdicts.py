@@ -1,4 +1,4 @@
-"""Which weights are right after a round: what clusters report, and what most of them decide."""
+"""Verdicts on the right weights after a round, from the digests that clusters report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ reported on: it would keep newcomers waiting."""
 
 
 class Verdicts:
-    """The reports of members (table `applied`); the digest of a round once it is decided.
+    """The reports of members (table `applied`); the digest of a round after its decision.
 
     A member has one report on a round. If it reports another digest, its report becomes empty, and
     agrees with no other report.
@@ -44,7 +44,8 @@ class Verdicts:
         return "" if first is None else first.outer_params[fragment]
 
     def diverged(self, version: int, outer_params: Sequence[str]) -> list[int]:
-        """The fragments that differ from the run's, by what is decided after `version` steps."""
+        """The fragments that differ from the run's, by the decided digests after
+        `version` steps."""
         return [
             fragment
             for fragment, digest in enumerate(outer_params)
@@ -64,7 +65,7 @@ class Verdicts:
             new = "INSERT INTO applied VALUES (?, ?, ?)"
             self._db.run(new, outer_step, member, outer_params)
         elif before["outer_params"] != outer_params:
-            # Who is alone has nobody to take the right state from.
+            # A member that is alone has no source for the right state.
             is_alone = self._voters(outer_step) <= {member}
             sql = "UPDATE applied SET outer_params = ? WHERE round = ? AND member = ?"
             self._db.run(sql, outer_params if is_alone else "", outer_step, member)
@@ -80,18 +81,18 @@ class Verdicts:
         return {row["member"] for row in self._db.rows(sql, outer_step)}
 
     def _voters(self, outer_step: int) -> set[int]:
-        # A cluster that is cut off for some seconds leaves the verdict to nobody.
+        # A cluster that is disconnected for some seconds keeps its vote.
         up_to_date = {row["number"] for row in self._membership.living() if not row["is_behind"]}
         away = {row["number"] for row in self._membership.away() if not row["is_behind"]}
         return up_to_date | (away & self._had_part(outer_step))
 
     def judge(self, outer_step: int) -> dict[int, str]:
-        """Decide on a round if it can be decided; who must pull the state, and why.
+        """Decide on a round if possible; returns the members that must pull the state, and why.
 
-        Members that were wrong by an earlier verdict only need not pull any more.
+        Members that were wrong only by an earlier verdict need not pull any more.
         """
-        # Of those who have left only reports on averages that they have a part in count: whoever
-        # comes and goes under many names has no more voices than clusters may take part.
+        # Members that have left count only for averages that they had a part in, so that clusters
+        # under many names have no more votes than clusters may take part.
         had_part = self._had_part(outer_step)
         rows = self._db.rows(
             "SELECT member, outer_params, state FROM applied JOIN members ON member = number "
@@ -112,12 +113,12 @@ class Verdicts:
             return {}
         right, wrong = divergence(reports)
         self._db.run("UPDATE rounds SET outer_params = ? WHERE round = ?", right, outer_step)
-        reason = f"its outer parameters after round {outer_step} are not those of most"
+        reason = f"its outer parameters after round {outer_step} differ from most others"
         found = {}
         for number in reports:
             other = self._membership.get(number)
             is_commanded = other["command_reason"] == reason
-            # Also one that has joined anew since: it was behind by the digest of before.
+            # Also a member that has rejoined since: it was behind by the earlier digest.
             is_thrown_back = other["is_behind"] and other["version"] == outer_step + 1
             if number in wrong and not is_commanded:
                 found[number] = reason

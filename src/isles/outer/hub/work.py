@@ -1,4 +1,4 @@
-"""What the hub does beside answering: averages, files that come, who is silent; in threads."""
+"""Background work of the hub, in threads: averages, uploads, silent members."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from isles.outer.hub.core import Core
+from isles.outer.hub.core import HubCore
 from isles.outer.hub.files import Incoming, average, coming, measure, norm_of, part_bytes
 from isles.outer.hub.journal import JOURNAL, damaged
 from isles.outer.hub.rules import Refusal, Settings
@@ -29,16 +29,17 @@ T = TypeVar("T")
 
 _TICK_S, _RETRY_S, _LOOK_S = 0.25, 2.0, 0.5
 _ALONE_S = 3600.0
-"""A cluster that was stopped, or waits in a queue once more, may still come back."""
+"""Seconds to wait for a cluster that was stopped, or is queued again, and may still come back."""
 _LONGEST_TICK_S = 1.0
 _MEASURE_S = 20.0
 
 TURN = ContextVar[asyncio.Lock | None]("TURN", default=None)
-"""The turn of the sender whose request is served; see `Traffic.turn`. None: the hub works."""
+"""Lock of the sender whose request is served; see `Traffic.turn`. None: the hub's own work."""
 
 
 class AwakeClock:
-    """Seconds in which this process ran. SIGSTOP, or a machine that slept, makes nobody silent."""
+    """Seconds in which this process ran. SIGSTOP, or suspend of the machine, makes no member
+    silent."""
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, longest_tick_s: float = _LONGEST_TICK_S
@@ -51,31 +52,31 @@ class AwakeClock:
         return before + min(self._clock() - ticked_at, self._longest_tick_s)
 
     def tick(self) -> None:
-        """To be called more often than the longest tick lasts."""
+        """Call this more often than the longest tick lasts."""
         self._last = self.now(), self._clock()
 
 
-class Work:
-    """The core, and the threads and tasks that work for it.
+class HubWork:
+    """The core, and its threads and tasks.
 
     Args:
-        folder: state directory; what lies there is gone on with.
-        settings: the rules of the run.
+        folder: state directory; an existing state is continued.
+        settings: settings of the run.
     """
 
     def __init__(self, folder: Path, settings: Settings) -> None:
         self.folder = folder
         self._clock = AwakeClock()
-        self.core = Core(folder, settings, self._clock.now)
+        self.core = HubCore(folder, settings, self._clock.now)
         self.run = ""
         """The run's name."""
         self.run_file = folder / "run.yaml"
-        """What clusters elsewhere are given, where it is there."""
-        # One thread has the journal. Two have the numbers, so that files come in meanwhile.
+        """Run file for clusters that join, if there is one."""
+        # One thread is for the journal, two for numbers, so that uploads continue in the meantime.
         self._journal_thread = ThreadPoolExecutor(1, "journal")
         self._number_threads = ThreadPoolExecutor(2, "numbers")
         self.changed = asyncio.Event()
-        """Set, and then another, when something has changed that somebody may wait for."""
+        """Set, and then replaced, at each change that somebody may wait for."""
         self._num_changes = 0
         self._sizes: list[int] = []
         self._incoming: dict[Path, Incoming] = {}
@@ -87,7 +88,7 @@ class Work:
         self.ticking = asyncio.gather(self._again(self._look_after), self._again(self._average))
 
     async def stop(self) -> None:
-        """End the tasks and threads."""
+        """Stop the tasks and threads."""
         self.ticking.cancel()
         tasks: list[asyncio.Future[Any]] = [self.ticking, self._importing]
         await asyncio.gather(*tasks, *self._completing.values(), return_exceptions=True)
@@ -99,9 +100,10 @@ class Work:
         """Return when all clusters have finished and left, and none has joined for a while.
 
         Args:
-            grace_s: the while.
-            alone_s: so long it waits for a cluster that is not heard, or was stopped, once others
-                have finished and nobody is left.
+            grace_s: seconds without a join.
+            alone_s: seconds to wait for a silent or stopped cluster if others have finished and
+                none is
+                connected.
         """
         before, since = "", 0.0
         waits_s = {"over": grace_s, "alone": alone_s}
@@ -113,7 +115,7 @@ class Work:
                 break
             await asyncio.sleep(min(grace_s, alone_s, _LOOK_S))
         if kind == "alone":
-            log.warning("nobody is heard, and some clusters have not finished: this ends here")
+            log.warning("no cluster is connected and some have not finished; shutting down")
 
     # Threads.
 
@@ -130,7 +132,7 @@ class Work:
                 self.wake()
 
     def wake(self) -> None:
-        """Let all who wait for news look again."""
+        """Wake all tasks that wait for news."""
         self.changed.set()
         self.changed = asyncio.Event()
 
@@ -138,13 +140,13 @@ class Work:
         whole = partial(call, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._number_threads, whole)
 
-    # Contributions, and other files that come.
+    # Contributions and other uploads.
 
     async def check_codec(self, join: Join) -> None:
-        """Find out whether contributions can be read, before a run begins with them.
+        """Check that contributions can be read, before a run starts with them.
 
         Raises:
-            UserError: there is no such codec.
+            UserError: the codec is unknown.
         """
         if await self._first() is None:
             await self._count(part_bytes, join.codec, [1])
@@ -153,11 +155,11 @@ class Work:
         return await self.ask(lambda: self.core.rounds.first)
 
     async def incoming(self, path: Path, size_bytes: int) -> Incoming:
-        """A file that comes in chunks; what had come before a restart is there."""
+        """A file that arrives in chunks; chunks from before a restart are kept."""
         async with self._opening:
             found = self._incoming.get(path)
             if found is None or found.size_bytes != size_bytes:
-                if found is not None:  # of one that had this place before
+                if found is not None:  # of a former file with this path
                     await asyncio.to_thread(found.close)
                 found = await asyncio.to_thread(Incoming, path, size_bytes)
                 self._incoming[path] = found
@@ -167,12 +169,12 @@ class Work:
         """Close files that are kept or no longer needed, so that no sender can change them."""
         async with self._opening:
             for path in paths:
-                if path in self._incoming:  # before another may be opened in its place
+                if path in self._incoming:  # before another one is opened with its path
                     await asyncio.to_thread(self._incoming[path].close)
                     del self._incoming[path]
 
     async def part(self, member_id: str, outer_step: int) -> Incoming:
-        """The file of a contribution that may come; see `Core.part_path`."""
+        """The file of a contribution that may be sent; see `HubCore.part_path`."""
         path = await self.ask(self.core.part_path, member_id, outer_step)
         first = await self._first()
         assert first is not None
@@ -183,7 +185,7 @@ class Work:
         return await self.incoming(path, self._sizes[outer_step % len(first.pieces)])
 
     async def complete(self, outer_step: int, contribution: Contribution) -> ContributionAnswer:
-        """Measure and count a contribution. However often it is asked for, its file is read once.
+        """Measure and count a contribution. Repeated requests read its file only once.
 
         Raises:
             Refusal: chunks are missing, it is refused, or it is too late.
@@ -214,7 +216,7 @@ class Work:
             failure = str(error)
 
         def count() -> None:
-            # What was measured is kept, or nothing is counted: a refusal undoes nothing.
+            # Keep exactly the measured file, or count nothing: a refusal undoes nothing.
             if self.core.is_counted(contribution.id, outer_step):
                 return
             if not failure and math.isfinite(norm):
@@ -233,13 +235,13 @@ class Work:
     # Tasks.
 
     async def _again(self, step: Callable[[], Awaitable[object]]) -> None:
-        # At each change, and after a while without: time may be over for somebody.
+        # At each change, and periodically, because a time limit may be over.
         while True:
             changed = self.changed
             try:
                 await step()
             except (OSError, sqlite3.OperationalError) as error:  # a full disk, say
-                log.error("%s: %s; tried again in %g s", self.folder, error, _RETRY_S)
+                log.error("%s: %s (trying again in %g s)", self.folder, error, _RETRY_S)
                 await asyncio.sleep(_RETRY_S)
                 continue
             except sqlite3.DatabaseError as error:
@@ -287,8 +289,8 @@ class Work:
             if await self.ask(self.core.measured, job.outer_step, found):
                 self.wake()
                 return
-            log.exception("round %d cannot be averaged now", job.outer_step)
-            why = f"round {job.outer_step} cannot be averaged: {error}"
+            log.exception("cannot average round %d now", job.outer_step)
+            why = f"cannot average round {job.outer_step}: {error}"
             await self.ask(self.core.journal.note, "", "failure", why)
             await asyncio.sleep(_RETRY_S)
             return

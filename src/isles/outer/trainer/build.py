@@ -1,4 +1,4 @@
-"""Makes the outer steps of a cluster: from the run file, its engine and its run directory."""
+"""Construction of a cluster's outer steps, from the run file, its engine and its run directory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from isles.config.sections.run import RunConfig
 from isles.dist.world import World
 from isles.errors import ConfigError, MissingDependencyError, TrainingError, not_installed
 from isles.outer.bucket import BucketSettings
-from isles.outer.client.client import Alone, Hub, HubClient
+from isles.outer.client.client import HubClient, OuterLink, SingleCluster
 from isles.outer.client.spool import Spool
 from isles.outer.cluster import Cluster, Weights
 from isles.outer.codec import parse_codec
@@ -25,8 +25,8 @@ from isles.outer.hivemind import HivemindSettings
 from isles.outer.layout import make_layout
 from isles.outer.messages import Join
 from isles.outer.trainer.outer import Meter, Outer
-from isles.outer.trainer.step import Exchange, Recorder
-from isles.outer.trainer.sync import Coordinator
+from isles.outer.trainer.step import OuterStep, Recorder
+from isles.outer.trainer.sync import OuterScheduler
 from isles.run.checkpoints import CheckpointInfo
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
@@ -42,11 +42,11 @@ def make_exchange(
     run_dir: RunDir,
     recorder: Recorder,
     resume_from: CheckpointInfo | None,
-) -> Exchange:
-    """Room for the outer state. All ranks must call this.
+) -> OuterStep:
+    """Allocate the outer state. All ranks must call this.
 
     Raises:
-        UserError: the strategy, or the checkpoint, does not go together with outer steps.
+        UserError: the strategy, or the checkpoint, is incompatible with outer steps.
     """
     outer = config.diloco
     assert outer is not None
@@ -63,14 +63,14 @@ def make_exchange(
             sent = [int(one["outer_step"]) % outer.fragments for one in manifest["sent"]]
         if found != layout.digest:
             raise TrainingError(
-                "the checkpoint's outer state is of other weights, fragments or codec",
+                "the checkpoint's outer state has other weights, fragments or another codec",
                 where="outer",
-                fix="go on with the section outer and the adapter that the run began with",
+                fix="resume with the section outer and the adapter that the run started with",
             )
         cluster.expect(sent)
 
     def member_id() -> str:
-        # Who this cluster is, for the whole run; made at its first start.
+        # The cluster's id for the whole run; created at its first start.
         path = run_dir.outer / "member.json"
         record = read_record(path)
         if record is None:
@@ -80,11 +80,11 @@ def make_exchange(
         return str(record["id"])
 
     name, own_id = config.clusters[0].name, world.main_first(member_id)
-    return Exchange(outer, name, own_id, cluster, layout, recorder, manifest)
+    return OuterStep(outer, name, own_id, cluster, layout, recorder, manifest)
 
 
 def join_clusters(
-    exchange: Exchange,
+    exchange: OuterStep,
     config: RunConfig,
     world: World,
     run_dir: RunDir,
@@ -106,24 +106,24 @@ def join_clusters(
         base: fingerprint of frozen weights, if there are any.
 
     Raises:
-        UserError: this cluster is not let in, or does not reach the hub.
+        UserError: this cluster is refused, or cannot reach the hub.
     """
     outer_params = exchange.outer_params()
     batch = config.training.global_batch_size
-    coordinator = None
+    scheduler = None
 
     def coordinate() -> None:
-        nonlocal coordinator
+        nonlocal scheduler
         identity = _identity(config, exchange.config, total_steps, data_content, base)
         exchange.hub = _open_hub(exchange, config, run_dir, outer_params, identity, recorder)
-        coordinator = Coordinator(
+        scheduler = OuterScheduler(
             exchange, exchange.hub, batch=batch, total_steps=total_steps, recorder=recorder
         )
 
     world.main_first(coordinate)
     outer = Outer(
         exchange,
-        coordinator,
+        scheduler,
         world=world,
         batch=batch,
         forget_ahead=forget_ahead,
@@ -137,13 +137,13 @@ def join_clusters(
 
 
 def _open_hub(
-    exchange: Exchange,
+    exchange: OuterStep,
     config: RunConfig,
     run_dir: RunDir,
     outer_params: list[str],
     identity: dict[str, str],
     recorder: Recorder,
-) -> Hub:
+) -> OuterLink:
     outer, layout, spool = exchange.config, exchange.layout, run_dir.outer / "spool"
     pieces = [layout.piece_counts(fragment) for fragment in range(exchange.num_fragments)]
     run = config.name.removesuffix(f"-{exchange.name}")
@@ -153,7 +153,7 @@ def _open_hub(
             raise MissingDependencyError(
                 "engine hivemind needs the package hivemind, which is not installed",
                 where=f"outer.engine, {sys.executable}",
-                fix="pip install 'isles[hivemind]'",
+                fix="run pip install 'isles[hivemind]'",
             )
         given = (outer.hivemind or HivemindConfig()).model_dump()
         hivemind = HivemindSettings(run=run, rules=outer.hub_settings, **given)
@@ -167,18 +167,18 @@ def _open_hub(
         ):
             raise error
         bucket = BucketSettings(url=f"{outer.url.rstrip('/')}/{run}", rules=outer.hub_settings)
-        # Each cluster applies the rules by itself: they must be the same.
+        # Each cluster applies the rules by itself, so the rules must be equal.
         identity |= {f"outer: {key}": str(value) for key, value in outer.hub_settings.items()}
     elif outer.engine == "hub" and not run_dir.join_line.exists():
         if outer.hub is not None or outer.min_clusters > 1:
             raise ConfigError(
-                "this cluster does not know how to reach the others: it has no join line",
+                "this cluster cannot reach the others, because it has no join line",
                 where=str(run_dir.join_line),
-                fix="`isles hub` writes the line, and `isles join` puts it here",
+                fix="create the line with `isles hub`, and pass it to `isles join`",
             )
-        log.warning("outer: there is no %s: this cluster averages alone", run_dir.join_line)
+        log.warning("outer: %s not found, so this cluster averages alone", run_dir.join_line)
         files = Spool.of(spool, pieces, exchange.version, kept=0)
-        return Alone(layout, exchange.name, files, next_sample=exchange.samples.frontier)
+        return SingleCluster(layout, exchange.name, files, next_sample=exchange.samples.frontier)
     join = Join(
         id=exchange.member_id,
         name=exchange.name,
@@ -208,7 +208,7 @@ def _identity(
     data_content: str,
     base: dict[str, str] | None,
 ) -> dict[str, str]:
-    # What must be equal on all clusters, by the names that users know.
+    # Values that must be equal on all clusters, by the names that users know.
     training, seq_length = config.training, config.data.seq_length
     of_outer = ["sync_every", "fragments", "lr", "momentum", "max_norm", "delay", "alpha", "engine"]
     if outer.warmup_rounds:

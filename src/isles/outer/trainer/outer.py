@@ -1,7 +1,7 @@
-"""What the training loop calls after each inner step; here the ranks wait for other clusters.
+"""Hook of the training loop after each inner step; here the ranks wait for other clusters.
 
-Rank 0 decides (`sync.py`). Its commands come with the agreement that each inner step has already;
-while the ranks wait they are broadcast. All ranks do them by `step.py`.
+Rank 0 decides (`sync.py`). Its commands come with the agreement that each inner step already has;
+while the ranks wait, rank 0 broadcasts them. All ranks execute them with `step.py`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from isles.outer.messages import (
     SendState,
     UseReserve,
 )
-from isles.outer.trainer.step import Exchange, Recorder
-from isles.outer.trainer.sync import Coordinator, next_outer_step
+from isles.outer.trainer.step import OuterStep, Recorder
+from isles.outer.trainer.sync import OuterScheduler, next_outer_step
 
 _LOOK_S = 1.0
 _STOPPED_S = 10.0
-"""A look that has taken longer was none: this process was stopped meanwhile."""
+"""Seconds of a look after which it does not count: this process was stopped in the meantime."""
 _AWAY_S = 2.0
 _LAST_WAIT_S = 600.0
 _STATE_S = 3600.0
@@ -48,19 +48,19 @@ class Meter(Protocol):
 class Outer:
     """The outer steps of this cluster.
 
-    All ranks must call every method but `plan`, after the same step.
+    All ranks must call every method except `plan`, after the same step.
 
     Args:
-        coordinator: on rank 0; None elsewhere.
-        batch: samples in an inner step.
+        scheduler: on rank 0; None on other ranks.
+        batch: samples per inner step.
         forget_ahead: drops samples that were read in advance.
         requested: what this rank wants at the end of the step: an exit code, or 0.
     """
 
     def __init__(
         self,
-        exchange: Exchange,
-        coordinator: Coordinator | None,
+        exchange: OuterStep,
+        scheduler: OuterScheduler | None,
         *,
         world: World,
         batch: int,
@@ -70,7 +70,7 @@ class Outer:
         total_steps: int | None,
         requested: Callable[[], int],
     ) -> None:
-        self.exchange, self._coordinator = exchange, coordinator
+        self.exchange, self._scheduler = exchange, scheduler
         self._config, self._progress, self._world = exchange.config, exchange.progress, world
         self._batch, self._forget_ahead = batch, forget_ahead
         self._meter, self._recorder = meter, recorder
@@ -83,28 +83,28 @@ class Outer:
         self._last: int | None = None
 
     def begin(self, *, is_new: bool) -> None:
-        """Join the other clusters; what was sent before a restart is sent once more.
+        """Join the other clusters; contributions sent before a restart are sent again.
 
         Raises:
-            UserError: this cluster is not let in, or a new one does not reach the hub.
+            UserError: this cluster is refused, or a new cluster cannot reach the hub.
         """
-        exchange, coordinator = self.exchange, self._coordinator
+        exchange, scheduler = self.exchange, self._scheduler
         self._recorder.phase("joining", "the other clusters")
         exchange.send_again()
         began, version = time.monotonic(), exchange.version
         is_done = False
         while not is_done:
             commands, failure = list[Command](), None
-            if coordinator is not None:
-                coordinator.poll(_LOOK_S)
-                if exchange.version > version:  # those since a checkpoint come one by one
+            if scheduler is not None:
+                scheduler.poll(_LOOK_S)
+                if exchange.version > version:  # outer steps since a checkpoint come one by one
                     began, version = time.monotonic(), exchange.version
-                hub = coordinator.hub.state
+                hub = scheduler.hub.state
                 late_s = _STATE_S if hub.is_behind else self._config.deadline
                 is_late = time.monotonic() - began > late_s
-                coordinator.restock(is_late=is_late and not is_new)
-                commands = coordinator.take_commands()
-                failure = coordinator.failure(is_new=is_new)
+                scheduler.restock(is_late=is_late and not is_new)
+                commands = scheduler.take_commands()
+                failure = scheduler.failure(is_new=is_new)
                 is_in = hub.is_joined and not hub.is_behind and not self._lacks(hub.decided)
                 is_done = not commands and self._has_samples and (is_in or is_late)
             commands, is_done, failure = self._world.broadcast((commands, is_done, failure))
@@ -114,16 +114,16 @@ class Outer:
                 self._do(command)
 
     def plan(self) -> bool:
-        """Whether anything is to be done after the step that begins; rank 0 decides."""
-        if self._coordinator is None:
+        """Whether there is work after the step that begins now; rank 0 decides."""
+        if self._scheduler is None:
             return False
         self.exchange.hand_in()
-        self._coordinator.speed.step_done(self._paused_s)
+        self._scheduler.speed.step_done(self._paused_s)
         self._paused_s = 0.0
-        return self._coordinator.plan()
+        return self._scheduler.plan()
 
     def after_inner_step(self, *, has_commands: bool) -> None:
-        """Do what was decided, and wait for an average whose time it is."""
+        """Execute the decisions, and wait for an average that is due."""
         began, exchange = time.perf_counter(), self.exchange
         exchange.clock.pause()
         if has_commands:
@@ -133,11 +133,11 @@ class Outer:
         exchange.finish_move(only_overdue=True)
         for outer_step in sorted(exchange.sent):
             if outer_step not in exchange.sent:
-                continue  # while one is waited for, another may be applied
-            # None is decided before those before it: it would be waited for in vain as well.
+                continue  # another average may be applied during the wait
+            # Outer steps are decided in order, so waiting for a later one would be pointless too.
             if outer_step in self._waited or not exchange.is_overdue(outer_step):
                 break
-            if not self._await(outer_step, self._config.deadline, "inner steps go on"):
+            if not self._await(outer_step, self._config.deadline, "inner steps continue"):
                 break
         if not self._has_samples:
             self._restock()
@@ -146,11 +146,12 @@ class Outer:
         self._paused_s += time.perf_counter() - began
 
     def finish(self) -> int:
-        """After the last inner step: let all clusters end with the same weights.
+        """Let all clusters end with the same weights, after the last inner step.
 
         Returns:
-            What a rank wanted while the others were waited for, an exit code or NOW: this cluster
-            has not ended, and is to go on from a checkpoint; 0: it has ended.
+            0: the cluster has ended. Otherwise a request of a rank during the wait, an exit code or
+                NOW:
+            the cluster has not ended, and must resume from a checkpoint.
         """
         self._is_finishing, self._stop = True, 0
         self.exchange.clock.pause()
@@ -164,31 +165,31 @@ class Outer:
         return self._stop
 
     def close(self, *, leaves: bool) -> None:
-        """The cluster ends, or pauses.
+        """End or pause the cluster.
 
         Args:
-            leaves: tell the others, so that nobody waits for it.
+            leaves: tell the others, so that no cluster waits for it.
         """
         self.exchange.close()
-        if self._coordinator is not None:
-            # One that has come after the last outer step makes no inner step of its own.
+        if self._scheduler is not None:
+            # A cluster that has joined after the last outer step makes no inner steps.
             is_over = self._is_finishing or self._progress.step == self._total_steps
-            self._coordinator.hub.close(leaves=leaves, has_finished=is_over and not self._stop)
+            self._scheduler.hub.close(leaves=leaves, has_finished=is_over and not self._stop)
 
     # The end.
 
     def _end_together(self) -> bool:
-        # Average until nothing is left that others lack; False: an outer step was not decided.
-        exchange, coordinator = self.exchange, self._coordinator
-        decided = self._world.broadcast(0 if coordinator is None else coordinator.hub.state.decided)
+        # Average until the others have everything; False: an outer step was not decided.
+        exchange, scheduler = self.exchange, self._scheduler
+        decided = self._world.broadcast(0 if scheduler is None else scheduler.hub.state.decided)
         if self._lacks(decided):
             self._wait(lambda: not self._lacks(decided), _LAST_WAIT_S, f"outer step {decided - 1}")
             if self._lacks(decided):
                 return False
-        # Some are refused, or late.
+        # Some contributions are refused, or late.
         for _ in range(4 * exchange.num_fragments + len(exchange.sent)):
-            if coordinator is not None:
-                coordinator.poll()
+            if scheduler is not None:
+                scheduler.poll()
             self._do_commands()
             exchange.finish_move()
             otherwise = "this cluster ends with its own weights"
@@ -197,23 +198,23 @@ class Outer:
                     return False
             if not exchange.has_learnt:
                 return self._end_with_all()
-            if self._world.broadcast(coordinator is not None and coordinator.hub.state.is_behind):
+            if self._world.broadcast(scheduler is not None and scheduler.hub.state.is_behind):
                 break
             exchange.contribute(exchange.version)
         return True
 
     def _end_with_all(self) -> bool:
-        # Apply what the others still average; False: a stop came first. A cluster that came late,
-        # or whose contribution did, has no part in the last outer steps: it must not end before
-        # they are decided. It waits twice as long as for an average, at most, if nobody is reached.
-        coordinator, began = self._coordinator, time.monotonic()
-        if coordinator is not None:
-            coordinator.report(ends=True)
+        # Apply the others' last averages; False: a stop came first. A cluster that joined late, or
+        # whose contribution was late, has no part in the last outer steps, but must not end before
+        # they are decided. If no cluster is reachable, it waits at most twice the usual time.
+        scheduler, began = self._scheduler, time.monotonic()
+        if scheduler is not None:
+            scheduler.report(ends=True)
         paused = self._meter.pause("waiting for other clusters")
         limit_s = min(self._config.deadline, _LAST_WAIT_S)
         for _ in range(math.ceil(_LAST_WAIT_S / limit_s)):
             is_late = self._wait(self._is_last, limit_s, "to end together")
-            is_away = coordinator is None or coordinator.hub.state.is_away_for(limit_s)
+            is_away = scheduler is None or scheduler.hub.state.is_away_for(limit_s)
             is_late, is_away = self._world.broadcast((is_late, is_away))
             if is_away or not is_late:
                 break
@@ -221,9 +222,9 @@ class Outer:
         if is_late:
             self._recorder.note(
                 "the other clusters have not ended after "
-                f"{format_duration(time.monotonic() - began)} "
-                f"({self._others()}): this one ends with the weights after "
-                f"{self.exchange.version} outer steps, and they may end with more"
+                f"{format_duration(time.monotonic() - began)} ({self._others()}), so this cluster "
+                f"ends with the weights after {self.exchange.version} outer steps; the others may "
+                "end with more"
             )
         return is_late or self._is_last()
 
@@ -231,13 +232,13 @@ class Outer:
         return self._last is not None and self.exchange.version >= self._last
 
     def _lacks(self, decided: int) -> bool:
-        # Whether averages that were made before this cluster came are still to be applied.
+        # Whether averages from before this cluster joined must still be applied.
         return next_outer_step(self.exchange.version, self.exchange.sent) < decided
 
     # Commands.
 
     def _do_commands(self) -> None:
-        taken = [] if self._coordinator is None else self._coordinator.take_commands()
+        taken = [] if self._scheduler is None else self._scheduler.take_commands()
         for command in self._world.broadcast(taken):
             self._do(command)
 
@@ -275,55 +276,55 @@ class Outer:
     # Waiting.
 
     def _await(self, outer_step: int, limit_s: float, otherwise: str) -> bool:
-        # Until an average has been applied; False: it has not, within the limit or by a stop.
+        # Wait until an average has been applied; False: not within the limit, or a stop came.
         exchange = self.exchange
         paused = self._meter.pause("waiting for other clusters")
         self._waited.add(outer_step)
         exchange.encoded(outer_step)
         if self._wait(lambda: exchange.is_done(outer_step), limit_s, f"outer step {outer_step}"):
             self._recorder.note(
-                f"outer step {outer_step} is not decided after {format_duration(limit_s)} "
+                f"outer step {outer_step} was not decided within {format_duration(limit_s)} "
                 f"({self._others()}); {otherwise}"
             )
         self._meter.resume(paused)
         return exchange.is_done(outer_step)
 
     def _restock(self) -> None:
-        # Wait for samples; where the hub is away, take those of the reserve.
-        coordinator = self._coordinator
+        # Wait for samples; if the hub is unreachable, use reserved samples.
+        scheduler = self._scheduler
         paused = self._meter.pause("waiting for samples")
         limit_s = self._config.deadline
-        if coordinator is not None and not coordinator.hub.state.is_connected:
-            limit_s = 0.0 if coordinator.uses_reserve else _AWAY_S
+        if scheduler is not None and not scheduler.hub.state.is_connected:
+            limit_s = 0.0 if scheduler.uses_reserve else _AWAY_S
         self._wait(lambda: self._has_samples, limit_s, "samples")
         while not self._has_samples:
-            if coordinator is not None:
-                coordinator.restock(is_late=True)
+            if scheduler is not None:
+                scheduler.restock(is_late=True)
             self._do_commands()
         self._meter.resume(paused)
 
     def _wait(self, is_done: Callable[[], bool], limit_s: float, what: str) -> bool:
-        # Do commands until something is so; True: rank 0 has looked for so long in vain. A process
-        # that was stopped, or a machine that slept, has not looked meanwhile: it gets some seconds
-        # to reach the hub, and to fetch what the others have sent since.
-        coordinator, left_s = self._coordinator, limit_s
+        # Execute commands until a condition holds; True: rank 0 has waited for the limit without
+        # success. After SIGSTOP or a suspend of the machine, the process gets some seconds to reach
+        # the hub, and to fetch the others' data.
+        scheduler, left_s = self._scheduler, limit_s
         looks, is_over = 0, False
         while not is_done():
             if looks == 1:
                 self._recorder.phase("waiting for clusters", what)
-                if coordinator is not None:
-                    coordinator.report()
+                if scheduler is not None:
+                    scheduler.report()
             looks += 1
             self._record_status(progresses=False)
             commands, is_late = list[Command](), False
-            if coordinator is not None:
+            if scheduler is not None:
                 began = time.monotonic()
-                coordinator.poll(max(0.01, min(_LOOK_S, left_s)))
+                scheduler.poll(max(0.01, min(_LOOK_S, left_s)))
                 took_s = time.monotonic() - began
                 left_s = left_s - took_s if took_s < _STOPPED_S else max(left_s, _STOPPED_S)
-                coordinator.restock(is_late=False)
-                commands = coordinator.take_commands()
-                is_vain = coordinator.hub.state.refusal is not None  # nothing will come
+                scheduler.restock(is_late=False)
+                commands = scheduler.take_commands()
+                is_vain = scheduler.hub.state.refusal is not None  # no average will come
                 is_late = not commands and (is_vain or left_s <= 0)
             found = self._world.gather((commands, is_late, self._requested()))
             commands, is_over, _ = found[0]
@@ -337,9 +338,9 @@ class Outer:
         return is_over and not is_done()
 
     def _others(self) -> str:
-        if self._coordinator is None or not self._coordinator.hub.state.is_connected:
-            return "the others are not reached"
-        return f"taking part: {', '.join(self._coordinator.hub.state.members) or 'nobody'}"
+        if self._scheduler is None or not self._scheduler.hub.state.is_connected:
+            return "the others are not reachable"
+        return f"taking part: {', '.join(self._scheduler.hub.state.members) or 'no cluster'}"
 
     @property
     def _has_samples(self) -> bool:
@@ -351,12 +352,12 @@ class Outer:
     # Records.
 
     def _record_status(self, *, progresses: bool = True) -> None:
-        # The part of status.json; seldom, save after an average and at the end.
-        now, coordinator = time.monotonic(), self._coordinator
-        if coordinator is None or now - self._recorded_at < _STATUS_EVERY_S:
+        # The section of status.json; rarely, except after an average and at the end.
+        now, scheduler = time.monotonic(), self._scheduler
+        if scheduler is None or now - self._recorded_at < _STATUS_EVERY_S:
             return
         self._recorded_at = now
-        exchange, hub = self.exchange, coordinator.hub.state
+        exchange, hub = self.exchange, scheduler.hub.state
         clock, row = exchange.clock, exchange.last_row
         total_s = clock.exposed_s + clock.hidden_s
         kept = ("outer_step", "step", "mode", "weights", "refused", "norm", "digest", "at")
@@ -366,7 +367,7 @@ class Outer:
                 "outer_step": exchange.version,
                 "round": exchange.version // exchange.num_fragments,
                 "fragments": exchange.num_fragments,
-                "sync_every": coordinator.sync_every_at(exchange.version),
+                "sync_every": scheduler.sync_every_at(exchange.version),
                 "is_averaged": not exchange.sent and not exchange.has_learnt,
                 "clusters": list(hub.members),
                 **({"meeting": hub.shown} if hub.shown else {}),
@@ -374,7 +375,7 @@ class Outer:
                 "is_behind": hub.is_behind,
                 "sent_bytes": hub.sent_bytes,
                 "received_bytes": hub.received_bytes,
-                "bytes_per_s": coordinator.speed.bytes_per_s,
+                "bytes_per_s": scheduler.speed.bytes_per_s,
                 "exposed_s": clock.exposed_s,
                 "hidden_s": clock.hidden_s,
                 "hidden_share": clock.hidden_s / total_s if total_s else None,

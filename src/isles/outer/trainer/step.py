@@ -1,4 +1,4 @@
-"""The outer step of all ranks: contribute, apply an average; give, take over and save the state."""
+"""Outer step on all ranks: contribute, apply an average; send, load and save the state."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from isles.config.sections.outer import DiLoCoConfig
-from isles.outer.client.client import Hub
+from isles.outer.client.client import OuterLink
 from isles.outer.client.session import HubState
 from isles.outer.client.spool import Spool
 from isles.outer.cluster import Applied, Cluster
 from isles.outer.diloco import Mode
-from isles.outer.layout import Layout
+from isles.outer.layout import FragmentLayout
 from isles.outer.messages import Adopt, Apply, Pending
 from isles.outer.samples import Interval, OwnSamples
 
 log = logging.getLogger(__name__)
 
 _NOWHERE = Path("nowhere")
-"""Stands for rank 0's folder of files on all others."""
+"""Placeholder on other ranks for rank 0's folder of files."""
 
 
 class Recorder(Protocol):
@@ -43,7 +43,7 @@ class Recorder(Protocol):
 
 
 class Progress(Protocol):
-    """How far the run has come; see `isles.train.progress`."""
+    """Progress of the run; see `isles.train.progress`."""
 
     step: int
     samples: int
@@ -55,16 +55,17 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    # An average that is on its way into the weights while inner steps go on.
+    # An average that is being applied to the weights while inner steps continue.
     apply: Apply
     pending: Pending
     applied: Future[Applied]
 
 
 class Clock:
-    """Seconds in which no inner step is made because of outer ones (exposed), or some are (hidden).
+    """Seconds of outer steps: without inner steps at the same time (exposed), or with them
+    (hidden).
 
-    What is exposed counts for the outer step that is applied next.
+    Exposed time counts for the outer step that is applied next.
     """
 
     def __init__(self) -> None:
@@ -88,11 +89,11 @@ class Clock:
         return now
 
     def begin(self, outer_step: int) -> None:
-        """The contribution to an outer step is made now."""
+        """Note that the contribution to an outer step starts now."""
         self._began[outer_step] = time.perf_counter()
 
     def applied(self, outer_step: int) -> tuple[float, float]:
-        """The exposed and hidden seconds of an outer step that is over now."""
+        """The exposed and hidden seconds of an outer step that is over."""
         now = self._count()
         exposed_s, self._unrecorded_s = self._unrecorded_s, 0.0
         hidden_s = max(0.0, now - self._began.pop(outer_step, now) - exposed_s)
@@ -101,15 +102,15 @@ class Clock:
         return exposed_s, hidden_s
 
 
-class Exchange:
-    """Contributions and averages, the same on all ranks of the cluster; rank 0 has the hub.
+class OuterStep:
+    """Contributions and averages, equal on all ranks of the cluster; rank 0 has the hub.
 
-    All ranks must call every method but `hand_in`, between the same two inner steps; first of all
-    `begin`.
+    All ranks must call every method except `hand_in`, between the same two inner steps; first of
+    all `begin`.
 
     Args:
-        member_id: of the cluster, for the whole run.
-        manifest: what the checkpoint says of outer steps; None: nothing, or there is none.
+        member_id: the cluster's id for the whole run.
+        manifest: the checkpoint's record of outer steps; None: no record, or no checkpoint.
     """
 
     def __init__(
@@ -118,17 +119,17 @@ class Exchange:
         name: str,
         member_id: str,
         cluster: Cluster,
-        layout: Layout,
+        layout: FragmentLayout,
         recorder: Recorder,
         manifest: dict[str, Any] | None = None,
     ) -> None:
         self.config, self.name, self.member_id = config, name, member_id
         self.layout, self.num_fragments = layout, len(layout.fragments)
         self.loaded = manifest
-        self.hub = Hub(Spool(_NOWHERE, 0, kept=0, since=0, most_bytes=0), HubState())
-        """On rank 0 another one, once the cluster joins."""
+        self.hub = OuterLink(Spool(_NOWHERE, 0, kept=0, since=0, most_bytes=0), HubState())
+        """On rank 0 replaced when the cluster joins."""
         self.version = 0
-        """Outer steps that have been applied."""
+        """Number of applied outer steps."""
         self._steps_before = 0  # inner steps of earlier attempts
         self.sent: dict[int, Pending] = {}
         """By outer step: contributions that no average has answered yet."""
@@ -139,23 +140,23 @@ class Exchange:
         self.contributed_at = 0
         """`steps` at the last contribution."""
         self._saved = 0
-        # Of each fragment the trained tokens and inner steps that are in averages, or on their way.
+        # For each fragment the trained tokens and inner steps in averages, or in transfer.
         self._tokens_at = [0] * self.num_fragments
         self._steps_at = [0] * self.num_fragments
         self._encodings: dict[int, Future[float]] = {}
         self._move: _Move | None = None
         self._is_own_past = True
-        """Whether a contribution in this cluster's name may be of an attempt before this one."""
+        """Whether a contribution in this cluster's name may belong to an earlier attempt."""
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="outer")
 
     # Checkpoints.
 
     def loaded_tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint that has outer state is loaded into, in place."""
+        """Tensors that a checkpoint with outer state is loaded into, in place."""
         return {} if self.loaded is None else self._cluster.state_dict()
 
     def begin(self, progress: Progress) -> OwnSamples:
-        """Go on as the checkpoint says, or begin; returns which samples this cluster reads."""
+        """Resume as in the checkpoint, or start; returns the samples that this cluster reads."""
         self.progress = progress
         if self.loaded is None:
             self._tokens_at = [progress.target_tokens] * self.num_fragments
@@ -174,13 +175,13 @@ class Exchange:
         return self.samples
 
     def manifest(self) -> dict[str, Any]:
-        """What a checkpoint says of the outer steps beside their tensors."""
+        """Record of the outer steps for a checkpoint, in addition to their tensors."""
         return {
             "layout": self.layout.digest,
             "version": self.version,
             "steps": self.steps,
             "contributed_at": self.contributed_at,
-            # Copies: a checkpoint is written while steps go on.
+            # Copies: a checkpoint is written while steps continue.
             "tokens_at": list(self._tokens_at),
             "steps_at": list(self._steps_at),
             "sent": [asdict(self.sent[outer_step]) for outer_step in sorted(self.sent)],
@@ -192,14 +193,14 @@ class Exchange:
         return self._cluster.state_dict()
 
     def saved(self) -> None:
-        """A checkpoint of now is under way, and the one before it is whole."""
+        """Note that a checkpoint is being written, and the previous one is complete."""
         self.hub.keep_since(self._saved)
         self._saved = self.version
 
     # Contributing.
 
     def contribute(self, outer_step: int) -> None:
-        """Make a contribution; the steps that it holds end here."""
+        """Make a contribution with all steps up to now."""
         self.finish_move()
         fragment = outer_step % self.num_fragments
         samples = self.samples.take_read(self.progress.samples)
@@ -229,14 +230,14 @@ class Exchange:
         self._steps_at[fragment] = self.steps
 
     def _give_back(self, pending: Pending) -> None:
-        # A contribution is in no average: what it brought belongs into the next one.
+        # A contribution is in no average: its progress belongs in the next one.
         fragment = pending.outer_step % self.num_fragments
         self._tokens_at[fragment] -= pending.tokens
         self._steps_at[fragment] -= pending.inner_steps
         self.samples.give_back(pending.samples)
 
     def _encode(self, outer_step: int) -> None:
-        # In a thread; its own group of ranks lets it run beside inner steps.
+        # In a thread; a separate process group lets it run during inner steps.
         fragment, path = outer_step % self.num_fragments, self.hub.contribution_path(outer_step)
         self._encodings[outer_step] = self._worker.submit(self._cluster.encode, fragment, path)
 
@@ -248,23 +249,24 @@ class Exchange:
         self._encodings.pop(outer_step, None)
 
     def send_again(self) -> None:
-        """Send what was under way when the checkpoint was saved; its bytes are the same."""
+        """Send contributions again that were in transfer when the checkpoint was saved; the bytes
+        are equal."""
         for outer_step in sorted(self.sent):
             self._encode(outer_step)
             self.encoded(outer_step)
 
     def hand_in(self) -> None:
-        """Send what is encoded."""
+        """Send encoded contributions."""
         for outer_step, encoding in list(self._encodings.items()):
             if not encoding.done() or encoding.exception() is not None:
-                continue  # an exception is raised on all ranks, when they need it
+                continue  # an exception is raised on all ranks, when they need the result
             del self._encodings[outer_step]
             self.hub.contribute(self.sent[outer_step])
 
     # Applying.
 
     def apply(self, apply: Apply) -> None:
-        """Apply an average; under overlap later, while inner steps go on."""
+        """Apply an average; under overlap later, while inner steps continue."""
         self.finish_move()
         outer_step = apply.outer_step
         assert outer_step == self.version, f"{outer_step} after {self.version} outer steps"
@@ -277,8 +279,8 @@ class Exchange:
         elif pending is not None:
             self._give_back(pending)
         elif is_named and self._is_own_past:
-            # Made by an earlier attempt, after the checkpoint that this one goes on from: what has
-            # been learnt since is in the average.
+            # Made by an earlier attempt, after the checkpoint that this one resumes from: the
+            # average contains the progress since then.
             self._cluster.snapshot(fragment)
             pending = self._take_learnt(outer_step, ())
             mode = "on_time"
@@ -315,7 +317,7 @@ class Exchange:
         return self.steps - pending.steps < self.config.delay
 
     def finish_move(self, *, only_overdue: bool = False) -> None:
-        """Give the weights what an average has led to; only_overdue: not before `delay` steps."""
+        """Update the weights after an average; only_overdue: not before `delay` steps."""
         move = self._move
         if move is None or (only_overdue and self._is_early(move.pending)):
             return
@@ -359,16 +361,16 @@ class Exchange:
     # State of another cluster.
 
     def send_state(self) -> None:
-        """Give the outer state to a cluster that needs it."""
+        """Send the outer state to a cluster that needs it."""
         self.finish_move()
         for fragment in range(self.num_fragments):
             path = self.hub.state_path(fragment)
             self._cluster.export_state(fragment, path, version=self.version)
         self.hub.give_state(self.version, self.outer_params())
-        log.info("outer state given version=%d", self.version)
+        log.info("outer state sent version=%d", self.version)
 
     def adopt(self, adopt: Adopt) -> None:
-        """Take over another cluster's outer state, and keep what was learnt since."""
+        """Load another cluster's outer state, and keep the progress since then."""
         self.finish_move()
         for pending in self._end_all():
             self._give_back(pending)
@@ -385,11 +387,11 @@ class Exchange:
         self.hub.adopted(adopt.version, adopt.outer_params)
         self.progress.skip_to(adopt.step)
         self._recorder.note(
-            f"the weights of {adopt.source} after {adopt.version} outer steps are taken over"
+            f"copied the weights of {adopt.source} after {adopt.version} outer steps"
         )
 
     def go_back(self) -> None:
-        """Drop what was learnt since the last average; its samples are read again."""
+        """Drop the progress since the last average; its samples are read again."""
         self.finish_move()
         for pending in self._end_all():
             self.samples.give_back(pending.samples)
@@ -399,11 +401,11 @@ class Exchange:
         self.samples.add(self.samples.take_read(self.progress.samples))
         self.hub.reset_done()
 
-    # How it stands.
+    # Queries.
 
     @property
     def steps(self) -> int:
-        """Inner steps of this cluster, over all its attempts; those taken back do not count."""
+        """Number of inner steps of this cluster, over all its attempts, without discarded steps."""
         return self._steps_before + self.progress.steps_here
 
     def outer_params(self) -> list[str]:
@@ -412,21 +414,22 @@ class Exchange:
 
     @property
     def holding(self) -> list[Interval]:
-        """Samples of this cluster that no average has."""
+        """Samples of this cluster that are in no average."""
         return self.samples.holding([span for sent in self.sent.values() for span in sent.samples])
 
     def is_overdue(self, outer_step: int) -> bool:
-        """Whether so many steps were made since the contribution as the average may take."""
+        """Whether `delay` steps were made since the contribution."""
         return not self._is_early(self.sent[outer_step])
 
     def is_done(self, outer_step: int) -> bool:
-        """Whether an outer step that this cluster has contributed to is in its weights."""
+        """Whether the weights contain the average of an outer step that this cluster contributed
+        to."""
         is_moving = self._move is not None and self._move.apply.outer_step == outer_step
         return outer_step not in self.sent and not is_moving
 
     @property
     def has_learnt(self) -> bool:
-        """Whether there is anything that no contribution has."""
+        """Whether there is progress that no contribution has."""
         return any(self._learnt_tokens(fragment) for fragment in range(self.num_fragments))
 
     def _learnt_tokens(self, fragment: int) -> int:
@@ -434,9 +437,9 @@ class Exchange:
 
     @property
     def samples_left(self) -> int:
-        """Leased, and not read."""
+        """Number of leased, unread samples."""
         return self.samples.left(self.progress.samples)
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._worker.shutdown(wait=False, cancel_futures=True)

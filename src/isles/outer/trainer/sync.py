@@ -1,6 +1,6 @@
-"""What only rank 0 does for the outer steps: it decides when the ranks contribute.
+"""Rank 0's part of the outer steps: it decides when the ranks contribute.
 
-`Coordinator` takes the hub's commands and adds its own; `outer.py` broadcasts them.
+`OuterScheduler` takes the hub's commands and adds its own; `outer.py` broadcasts them.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from dataclasses import dataclass, field, replace
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import CommunicationError, ConfigError, UserError
 from isles.facts.units import format_duration
-from isles.outer.client.client import Hub
+from isles.outer.client.client import OuterLink
 from isles.outer.messages import Adopt, Apply, Command, Contribute, Lease, Reset, UseReserve
-from isles.outer.trainer.step import Exchange, Recorder
+from isles.outer.trainer.step import OuterStep, Recorder
 
 log = logging.getLogger(__name__)
 
 LEAST, MOST = 10, 1000
-"""With `sync_every: auto`. Fewer inner steps hardly pay for the outer optimizer; with more,
-clusters learn too far apart."""
+"""Bounds for `sync_every: auto`. With fewer inner steps the outer optimizer is hardly worth its
+cost; with more, the clusters diverge too far."""
 
 _OPEN_STEPS = 8
-"""A contribution is sent for so many outer steps from the next one that is decided, at most."""
+"""Maximum number of outer steps, from the next decided one, with contributions in transfer."""
 _LEAST_STEPS_AHEAD, _MOST_STEPS_AHEAD = 8, 1000
 _MOST = 1e15
 _USUAL, _LONG = 0.9, 3.0
@@ -34,7 +34,7 @@ _USUAL, _LONG = 0.9, 3.0
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """After which inner step each outer step is due; fields as in the run file."""
+    """Inner step after which each outer step is due; fields as in the run file."""
 
     sync_every: int
     fragments: int
@@ -54,7 +54,7 @@ class Schedule:
 
 
 def schedule_of(config: DiLoCoConfig, num_fragments: int) -> Schedule | None:
-    """When outer steps are due; None with `sync_every: auto`."""
+    """Schedule of the outer steps; None with `sync_every: auto`."""
     every = config.sync_every
     if every == "auto":
         return None
@@ -64,18 +64,20 @@ def schedule_of(config: DiLoCoConfig, num_fragments: int) -> Schedule | None:
 def auto_sync_every(
     *, size_bytes: int, link_bytes_per_s: float, step_s: float, max_overhead: float
 ) -> int:
-    """Inner steps, LEAST to MOST, such that the link takes at most a part of their time.
+    """Inner steps, LEAST to MOST, such that the link takes at most a fraction of their time.
 
     Args:
-        size_bytes: what a cluster sends and fetches until every weight is averaged once.
-        step_s: of an inner step.
+        size_bytes: bytes that a cluster sends and fetches to average every weight once.
+        link_bytes_per_s: measured speed of the link.
+        step_s: seconds per inner step.
+        max_overhead: the fraction.
     """
     wait_s = size_bytes / link_bytes_per_s
     return max(LEAST, min(MOST, math.ceil(wait_s / (max_overhead * step_s))))
 
 
 @dataclass(slots=True)
-class Speed:
+class OuterSpeed:
     """Measured seconds of an inner step, and bytes per second of the link."""
 
     step_s: float = 0.0
@@ -85,16 +87,17 @@ class Speed:
     _by_fragment: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def step_done(self, paused_s: float) -> None:
-        """An inner step is over; some of the time since the last one was no part of it."""
+        """Record a finished inner step; `paused_s` of the time since the last one does
+        not count."""
         now = time.perf_counter()
         took = 0.0 if self._at is None else now - self._at - paused_s
         self._at = now
-        if self.step_s:  # one that saves or evaluates says little of the others
+        if self.step_s:  # a step that saves or evaluates is not typical
             took = _USUAL * self.step_s + (1 - _USUAL) * min(took, _LONG * self.step_s)
         self.step_s = took
 
     def outer_step_done(self, apply: Apply, num_fragments: int) -> None:
-        """Fragments differ in size: what counts is the last outer step of each."""
+        """Record an outer step. Fragments differ in size, so the last outer step of each counts."""
         moved, took = apply.sent_bytes + apply.received_bytes, apply.send_s + apply.receive_s
         if moved and took > 0:
             self._by_fragment[apply.outer_step % num_fragments] = moved, took
@@ -103,13 +106,13 @@ class Speed:
             self.moved_bytes = all_moved * num_fragments // len(self._by_fragment)
 
 
-class Coordinator:
-    """Rank 0's half of the outer steps; batch: samples in an inner step."""
+class OuterScheduler:
+    """Rank 0's half of the outer steps; batch: samples per inner step."""
 
     def __init__(
         self,
-        exchange: Exchange,
-        hub: Hub,
+        exchange: OuterStep,
+        hub: OuterLink,
         *,
         batch: int,
         total_steps: int | None,
@@ -117,9 +120,9 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.exchange, self.hub = exchange, hub
-        self.speed = Speed()
+        self.speed = OuterSpeed()
         self.uses_reserve = False
-        """Whether the samples that are read now were leased by nobody."""
+        """Whether the current samples are reserved ones, not leased."""
         self._config, self._num_fragments = exchange.config, exchange.num_fragments
         self._schedule = schedule_of(exchange.config, exchange.num_fragments)
         self._batch, self._total_steps = batch, total_steps
@@ -132,13 +135,13 @@ class Coordinator:
     # When outer steps are due.
 
     def sync_every_at(self, outer_step: int) -> int:
-        """Inner steps in which all fragments are averaged once, around an outer step."""
+        """Inner steps for one average of all fragments, around an outer step."""
         if self._schedule is not None:
             return self._schedule.sync_every_at(outer_step)
         return max(self.hub.state.sync_every, self._wanted_sync_every, LEAST)
 
     def interval(self, outer_step: int) -> int:
-        """Inner steps from the outer step before to this one."""
+        """Inner steps between the previous outer step and this one."""
         return max(1, self.sync_every_at(outer_step) // self._num_fragments)
 
     def step_of(self, outer_step: int) -> int:
@@ -155,7 +158,10 @@ class Coordinator:
             return False
         closing = state.closing
         if closing is not None and closing[0] == outer_step and exchange.has_learnt:
-            log.info("outer step=%d closes in seconds=%.1f: contributing what there is", *closing)
+            log.info(
+                "outer step=%d closes in seconds=%.1f, so contributing the steps up to now",
+                *closing,
+            )
             return True
         since = exchange.steps + 1 - exchange.contributed_at
         is_time = exchange.progress.step + 1 >= self.step_of(outer_step)
@@ -168,7 +174,7 @@ class Coordinator:
     # Commands.
 
     def plan(self) -> bool:
-        """Decide what is to be done after the step that begins now; whether there is anything."""
+        """Decide on the work after the step that begins now; returns whether there is any."""
         self.poll()
         self._lease()
         changes = any(isinstance(command, Apply | Adopt | Reset) for command in self._commands)
@@ -178,7 +184,7 @@ class Coordinator:
         return bool(self._commands)
 
     def take_commands(self) -> list[Command]:
-        """What was decided, for all ranks."""
+        """The decisions, for all ranks."""
         found, self._commands = self._commands, []
         leases = [command for command in found if isinstance(command, Lease)]
         self._asked -= sum(stop - start for lease in leases for start, stop in lease.samples)
@@ -213,7 +219,7 @@ class Coordinator:
                 max_overhead=self._config.max_sync_overhead,
             )
         for name, why in apply.refused.items():
-            self._recorder.note(f"outer step {apply.outer_step}: {name} was refused: {why}")
+            self._recorder.note(f"outer step {apply.outer_step}: {name} was refused ({why})")
 
     def _capped(self, step: int) -> int:
         return step if self._total_steps is None else min(step, self._total_steps)
@@ -221,7 +227,7 @@ class Coordinator:
     # Samples.
 
     def restock(self, *, is_late: bool) -> None:
-        """The samples are used up: ask for more; with `is_late` go on without."""
+        """Request more samples; with `is_late` continue without leased samples."""
         self._lease()
         has_news = any(isinstance(command, Lease) for command in self._commands)
         if is_late and not has_news and self.exchange.samples_left < self._batch:
@@ -233,13 +239,13 @@ class Coordinator:
                     "bucket": "the bucket is",
                 }[self._config.engine]
                 self._recorder.note(
-                    f"no samples are dealt: until {they_are} back this cluster reads samples "
-                    "that others may have"
+                    f"{they_are} not leasing samples; until this changes, this cluster reads "
+                    "samples that others may have too"
                 )
             self.uses_reserve = True
 
     def _lease(self) -> None:
-        # Ahead, for as long as all fragments take at least: requests travel while steps go on.
+        # Ahead, at least for the time of all fragments, so that requests overlap with steps.
         wanted = self._samples_ahead()
         if self.exchange.samples_left + self._asked < wanted:
             self._asked += wanted
@@ -255,7 +261,7 @@ class Coordinator:
     # The hub.
 
     def report(self, *, ends: bool = False) -> None:
-        """Set what the next heartbeat says; ends: nothing is left here that is in no average."""
+        """Set the next heartbeat; ends: whether all work of this cluster is in averages."""
         self._ends = self._ends or ends
         status = self._recorder.status
         outer = status.get("outer") or {}
@@ -272,7 +278,7 @@ class Coordinator:
         )
 
     def failure(self, *, is_new: bool) -> UserError | None:
-        """Why this cluster cannot take part; a new one must not begin without the others."""
+        """Why this cluster cannot take part; a new cluster must not start without the others."""
         state = self.hub.state
         if (given := state.refusal) is not None:
             has_hub = self._config.engine != "bucket"
@@ -281,38 +287,40 @@ class Coordinator:
         since = state.lost_at or self._began
         if not is_new or state.is_joined or self._clock() - since < self._config.deadline:
             return None
-        limit, why = format_duration(self._config.deadline), state.why or "nothing is known"
+        limit, why = format_duration(self._config.deadline), state.why or "unknown reason"
         if self._config.engine == "hivemind":
             return CommunicationError(
                 f"not enough other clusters within {limit}: {why}",
                 where="outer.hivemind.initial_peers",
-                fix="do the others run? does this machine reach the address? outer.min_clusters "
-                "begins with fewer, outer.deadline waits longer",
+                fix="check that the other clusters are running and that this machine can reach the "
+                "address. To start with fewer clusters, lower outer.min_clusters; to wait longer, "
+                "raise outer.deadline",
                 id="hivemind.peers",
             )
         if self._config.engine == "bucket":
             return CommunicationError(
-                f"this cluster could not join in the bucket within {limit}: {why}",
+                f"this cluster could not join through the bucket within {limit}: {why}",
                 where=f"outer.url {self._config.url}",
-                fix="does this machine reach it? outer.deadline waits longer",
+                fix="check that this machine can reach the bucket; to wait longer, raise "
+                "outer.deadline",
                 id="bucket.away",
             )
         return CommunicationError(
-            f"the hub has not answered within {limit}: {why}",
+            f"the hub did not answer within {limit}: {why}",
             where=self._config.hub or "the join line in the run directory",
-            fix="is it running (`isles hub`)? can this machine reach its port? "
-            "outer.deadline waits longer",
+            fix="check that the hub is running (`isles hub`) and that this machine can reach its "
+            "port; to wait longer, raise outer.deadline",
             id="hub.silent",
         )
 
 
 def next_outer_step(version: int, sent: Iterable[int]) -> int:
-    """The outer step to which a cluster contributes next, after those that it has sent."""
+    """The outer step of a cluster's next contribution, after the contributions it has sent."""
     return max(version, max(sent, default=-1) + 1)
 
 
 def _finite(value: object) -> float | None:
-    # Within the bounds of a `Heartbeat`.
+    # Clamped to the bounds of a `Heartbeat`.
     if not isinstance(value, float) or not math.isfinite(value):
         return None
     return max(-_MOST, min(value, _MOST))

@@ -190,7 +190,7 @@ class Member:
         """Return to a checkpoint after its ranks were killed. Returns the lost inner steps.
 
         A counted contribution is in the model, even if it is younger than the checkpoint; see
-        `Exchange.apply` of `isles.outer.trainer.step`. For each fragment, the inner steps after
+        `OuterStep.apply` of `isles.outer.trainer.step`. For each fragment, the inner steps after
         both are lost.
         """
         now, lost = self.steps, 0.0

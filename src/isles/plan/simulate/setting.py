@@ -130,7 +130,7 @@ class Setting:
     def average_bytes(self, fragment: int, num_parts: int) -> int:
         return average_bytes(self.codec, self.fragments[fragment], num_parts)
 
-    # The schedule of `isles.outer.trainer.sync.Schedule` and `Coordinator`.
+    # The schedule of `isles.outer.trainer.sync.Schedule` and `OuterScheduler`.
 
     def sync_every_at(self, outer_step: int) -> int:
         is_warmup = outer_step // self.num_fragments < self.warmup_rounds

@@ -1,1 +1,1 @@
-"""DeepSpeed ZeRO: the engine, and its state in and out of checkpoints."""
+"""DeepSpeed ZeRO: the engine, and conversion of its state for checkpoints."""

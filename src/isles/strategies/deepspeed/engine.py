@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state cut over the ranks by DeepSpeed ZeRO."""
+"""DeepSpeed ZeRO engine: parameters, gradients and optimizer state sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from isles.strategies.stepper import StepGuard
 class DeepSpeedEngine(Engine):
     """ZeRO stage 1, 2 or 3. See `strategies.base.Engine`.
 
-    Under mixed precision the parameters are bf16 or fp16 and each rank keeps its part of them in
-    fp32; that part is what is stepped and saved. Stage 1 reduces gradients once a step, stages 2
-    and 3 in every micro-step, which is what lets them keep only a part.
+    Under mixed precision the parameters are bf16 or fp16, and each rank keeps its shard of them in
+    fp32; the optimizer steps this shard, and checkpoints contain it. Stage 1 reduces gradients once
+    per step; stages 2 and 3 reduce in every micro-step, so they keep only a shard of the gradients.
 
     Args:
-        model: on this rank's device, the same weights on every rank; for stage 3 on the meta
+        model: on this rank's device, with the same weights on every rank; for stage 3 on the meta
             device.
-        settings: DeepSpeed's JSON, with nothing left on `auto`.
+        settings: DeepSpeed's JSON, without `auto` values.
 
     Raises:
         MissingDependencyError: DeepSpeed is not installed.
-        UserError, PreflightError: it cannot do what is asked on this machine.
+        UserError, PreflightError: DeepSpeed does not support the settings on this machine.
     """
 
     replicas = (0, 1)
@@ -63,7 +63,7 @@ class DeepSpeedEngine(Engine):
         self.model = model
         self._world_size = world.world_size
         self._device = world.device
-        # No bucket for more gradients than the model has: DeepSpeed allocates it at once.
+        # No bucket larger than the model's gradients: DeepSpeed allocates it in full at the start.
         zero = dict(settings["zero_optimization"])
         total = sum(p.numel() for p in model.parameters())
         zero["reduce_bucket_size"] = min(int(zero["reduce_bucket_size"]), total)
@@ -78,7 +78,7 @@ class DeepSpeedEngine(Engine):
             optimizer = _cut_model(deepspeed, model, materialize, make_optimizer, settings, world)
         else:
             optimizer = make_optimizer(model)
-        # What DeepSpeed warns of here isles has chosen on purpose; it prints memory readings.
+        # DeepSpeed warns here about deliberate choices of isles, and prints memory readings.
         with _quiet("DeepSpeed", keep=logging.ERROR), contextlib.redirect_stdout(io.StringIO()):
             self._engine, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=settings, dist_init_required=False
@@ -95,8 +95,9 @@ class DeepSpeedEngine(Engine):
         if self._scaler is not None:
             self._guard.watch(loss_sum)
             self._zero.override_loss_scale(self._scaler.cur_scale)
-        # DeepSpeed averages over ranks; the global sum over global tokens is wanted. A NaN, once
-        # something was not finite, makes it skip the step and drop the gradients.
+        # DeepSpeed averages over ranks, but we need the global sum over global tokens. After a
+        # value
+        # that is not finite, a NaN makes it skip the step and drop the gradients.
         loss = self._guard.spoil(loss_sum * (self._world_size / loss_divisor))
         self._engine.backward(loss, scale_wrt_gas=False)
         return loss_sum.detach()
@@ -114,7 +115,7 @@ class DeepSpeedEngine(Engine):
         else:
             self._guard.agree()
             if self._zero.overflow and self._scaler.cur_scale <= self._scaler.min_scale:
-                self._guard.watch(norm)  # it has fallen as far as it can: nothing is ever finite
+                self._guard.watch(norm)  # the scale is at its minimum: no gradient is ever finite
             self._scaler.update_scale(bool(self._zero.overflow))
         self._guard.count()
         return norm
@@ -134,15 +135,15 @@ class DeepSpeedEngine(Engine):
         return self._guard.good_steps()
 
     def trainable(self) -> list[nn.Parameter]:
-        # This rank's fp32 parts, each of many parameters in a row.
+        # This rank's fp32 shards; each holds many flattened parameters.
         return self._state.parts()
 
     def state_dict(self) -> dict[str, Any]:
-        # Each tensor is whole, on the one rank that it is dealt to.
+        # Each tensor is whole on the one rank that it is assigned to.
         state: dict[str, Any] = self._state.collect()
         if self._scaler is not None and self._state.is_main:
             growth = self._scaler.cur_iter - self._scaler.last_overflow_iter - 1
-            growth %= self._scaler.scale_window  # as torch's scaler counts
+            growth %= self._scaler.scale_window  # as in torch's scaler
             state["scaler.scale"] = torch.tensor(self._scaler.cur_scale, dtype=torch.float64)
             state["scaler.growth"] = torch.tensor(growth)
         return state
@@ -169,9 +170,9 @@ class DeepSpeedEngine(Engine):
         self._state.push()
 
     def _take_scaler(self) -> Any:
-        # DeepSpeed's loss scaler, asked by us; None outside fp16. Left to itself, DeepSpeed raises
-        # the scale between measuring a gradient and dividing it by the scale, so that such a step
-        # is half as long.
+        # DeepSpeed's loss scaler; None outside fp16. We update it ourselves: DeepSpeed would raise
+        # the scale between measuring a gradient and dividing the gradient by the scale, which
+        # halves such a step.
         if not hasattr(self._zero, "loss_scaler"):
             return None
         scaler, self._zero.loss_scaler = self._zero.loss_scaler, _NoScaler()
@@ -185,7 +186,7 @@ class DeepSpeedEngine(Engine):
 
 
 class _NoScaler:
-    """Stands where DeepSpeed's loss scaler stood; the scale comes from `override_loss_scale`."""
+    """Replaces DeepSpeed's loss scaler; `override_loss_scale` sets the scale."""
 
     cur_scale = 1.0
     dynamic = False
@@ -198,43 +199,43 @@ class _NoScaler:
 
 
 def import_deepspeed(world: World) -> Any:  # an untyped library
-    """The package deepspeed, on this rank's kind of device.
+    """Import deepspeed, set up for this rank's kind of device.
 
     Raises:
         MissingDependencyError: it is not installed.
     """
     if error := missing_deepspeed():
         raise error
-    # DeepSpeed looks for both in the environment, and would guess the kind of device otherwise.
+    # DeepSpeed reads both from the environment, and would otherwise guess the kind of device.
     os.environ["DS_ACCELERATOR"] = world.device.type
     os.environ["LOCAL_RANK"] = str(world.local_rank)
-    with _quiet("torchao"):  # it names each of its CUDA libraries that it cannot load
+    with _quiet("torchao"):  # it reports each CUDA library that it cannot load
         import deepspeed
         import deepspeed.ops
 
-    # Of its calls, which are DeepSpeed's to change; they come once for each line that calls.
+    # Warnings about DeepSpeed's own calls; each calling line would warn once.
     warnings.filterwarnings(
         "ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", category=FutureWarning
     )
-    # A shared-memory all-reduce for CPUs that would be compiled at the start; gloo is there.
+    # Avoids compiling a shared-memory all-reduce for CPUs at the start; gloo exists already.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
 def _check_settings(settings: Json, world: World) -> None:
-    # Every rank must have read the same. All ranks must call this.
+    # Checks that every rank has read the same file. All ranks must call this.
     mine = json.dumps(settings, sort_keys=True)
     for rank, host, theirs in world.gather((world.rank, world.host, mine)):
         if theirs != mine:
             raise UserError(
-                f"rank {rank} has read another DeepSpeed file than rank {world.rank}",
+                f"the DeepSpeed file of rank {rank} differs from that of rank {world.rank}",
                 where=f"strategy.config_file on host {host}",
-                fix="give every host the same file",
+                fix="copy the same file to every host",
             )
 
 
 def _check_device(deepspeed: Any, settings: Json, world: World) -> None:
-    # Refuse what this machine cannot do, before DeepSpeed fails in the middle of it.
+    # Refuse settings that this machine does not support, before DeepSpeed fails on them later.
     accelerator = deepspeed.accelerator.get_accelerator()
     where = f"rank {world.rank} on {world.host}"
     for name, is_supported in (
@@ -252,9 +253,9 @@ def _check_device(deepspeed: Any, settings: Json, world: World) -> None:
     offloads = [zero.get(key, {}).get("device") for key in ("offload_optimizer", "offload_param")]
     if "nvme" in offloads and not deepspeed.ops.__compatible_ops__["async_io"]:
         raise PreflightError(
-            "offloading to nvme needs DeepSpeed's async_io, which cannot be built here",
+            "offloading to nvme needs DeepSpeed's async_io, which cannot be built on this host",
             where=where,
-            fix="install libaio (Debian: libaio-dev) and a C++ compiler, see `ds_report`; or "
+            fix="install libaio (Debian: libaio-dev) and a C++ compiler (see `ds_report`), or "
             "offload to cpu",
             id="strategy.deepspeed",
         )
@@ -268,16 +269,16 @@ def _cut_model(
     settings: Json,
     world: World,
 ) -> Optimizer:
-    # Fill an empty model and hand it to DeepSpeed, tensor by tensor; returns the optimizer over its
-    # parameters. Every rank first fills its part of each tensor in CPU memory; then one tensor at a
-    # time is put together, and cut again as DeepSpeed wants it. All ranks must call this.
+    # Fills an empty model and passes it to DeepSpeed, tensor by tensor; returns the optimizer over
+    # its parameters. Every rank first fills its shard of each tensor in CPU memory. Then one tensor
+    # at a time is gathered, and sharded again by DeepSpeed. All ranks must call this.
     _allocate(model, init_device_mesh("cpu", (world.world_size,)))
     materialize(model)
-    # Made now, when the parameters still have their shapes, by which it groups them.
+    # Made now, while the parameters have their full shapes: it groups parameters by shape.
     optimizer = make_optimizer(model)
     init = deepspeed.zero.Init(config_dict_or_path=settings)
     dtype = _compute_dtype(settings)
-    # By number from here on, so that nothing holds a part whose parameter DeepSpeed has taken.
+    # By index from here on, so that no reference keeps a shard alive that DeepSpeed has replaced.
     number = {p: n for n, p in enumerate(model.parameters())}
     grouped = [[number[p] for p in group["params"]] for group in optimizer.param_groups]
     places = [(module, key, number[p]) for module, key, p in _parameters(model)]
@@ -308,7 +309,7 @@ def _whole(
 
 
 def _allocate(model: nn.Module, mesh: DeviceMesh) -> None:
-    # Memory for this rank's part of every parameter, and for all buffers.
+    # Memory for this rank's shard of every parameter, and for all buffers.
     cut: dict[nn.Parameter, nn.Parameter] = {}
     for module, key, parameter in list(_parameters(model)):
         if parameter not in cut:

@@ -1,4 +1,4 @@
-"""What ZeRO has cut into flat parts, by name and shape again, for checkpoints."""
+"""ZeRO's flat shards, converted to named tensors with shapes and back, for checkpoints."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from isles.dist.world import World
 class ZeroState:
     """Weights and optimizer state of a ZeRO optimizer, one tensor at a time.
 
-    No rank ever holds more than one whole tensor beside those that are dealt to it.
+    No rank ever holds more than one whole tensor in addition to those assigned to it.
 
     Args:
-        zero: DeepSpeed's optimizer: of stage 1 and 2, of stage 3, or of stage 1 in bf16.
+        zero: DeepSpeed's optimizer: for stages 1 and 2, for stage 3, or for stage 1 in bf16.
         optimizer: the torch optimizer inside.
     """
 
@@ -31,7 +31,7 @@ class ZeroState:
         self._device = world.device
         self._is_stage3 = hasattr(zero, "fp32_partitioned_groups_flat")
         self._fields = _fields(optimizer)
-        # Tied weights have several names in a checkpoint, and state under the first.
+        # Tied weights have several names in a checkpoint, and state only under the first.
         self._names = list(_kept(model).items())
         self._first = {p: name for name, p in model.named_parameters()}
         self._trained = {name: p for p, name in self._first.items() if p.requires_grad}
@@ -40,11 +40,11 @@ class ZeroState:
 
     @property
     def is_main(self) -> bool:
-        """Whether what belongs to no parameter is this rank's to save."""
+        """Whether this rank saves the values that belong to no parameter."""
         return self._rank == 0
 
     def parts(self) -> list[nn.Parameter]:
-        """This rank's flat parts, in fp32."""
+        """This rank's flat shards, in fp32."""
         if self._is_stage3:
             return list(self._zero.fp32_partitioned_groups_flat)
         if hasattr(self._zero, "single_partition_of_fp32_groups"):
@@ -52,7 +52,7 @@ class ZeroState:
         return list(self._zero.fp32_groups_flat_partition)
 
     def collect(self) -> dict[str, Tensor]:
-        """The tensors that are dealt to this rank, whole, in CPU memory. All must call this."""
+        """The tensors assigned to this rank, whole, in CPU memory. All ranks must call this."""
         state: dict[str, Tensor] = {}
         step = torch.zeros(())
         if "step" in self._fields:
@@ -65,7 +65,7 @@ class ZeroState:
         return state
 
     def spread(self, state: dict[str, Tensor]) -> None:
-        """Take over the tensors that `collect` gave, from the ranks that hold them.
+        """Load the tensors from `collect`, from the ranks that hold them.
 
         All ranks must call this.
         """
@@ -86,23 +86,24 @@ class ZeroState:
         self.push()
 
     def trained_shapes(self) -> dict[str, torch.Size]:
-        """Whole shapes of the trained parameters, in the model's order; tied ones once."""
+        """Full shapes of the trained parameters, in the model's order; tied parameters once."""
         return {
             name: torch.Size(getattr(value, "ds_shape", value.shape))
             for name, value in self._trained.items()
         }
 
     def whole_weight(self, name: str) -> Tensor:
-        """One trained parameter, whole, in fp32, on the rank's device. All ranks must call this."""
+        """One trained parameter, gathered, in fp32, on the rank's device. All ranks must
+        call this."""
         whole = self._whole(self._trained[name], None, is_mine=True)
         return whole.detach().to(self._device, torch.float32)
 
     def set_whole_weight(self, name: str, whole: Tensor) -> None:
-        """Give one trained parameter another value; see `push`. All ranks must call this."""
+        """Set one trained parameter; see `push`. All ranks must call this."""
         self._set(self._trained[name], None, whole)
 
     def share(self, value: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Rank 0's number on every rank. All ranks must call this."""
+        """Rank 0's value on every rank. All ranks must call this."""
         shared = torch.zeros((), dtype=dtype, device=self._device)
         if value is not None:
             shared.copy_(value)
@@ -119,7 +120,7 @@ class ZeroState:
                     yield f"optimizer.state.{name}.{field}", value, field
 
     def _deal(self) -> dict[str, int]:
-        # Which rank saves what: the largest first, to the rank that has least.
+        # Assigns tensors to ranks for saving: the largest first, to the rank with the fewest bytes.
         sizes = {
             key: 1 if field == "step" else int(getattr(value, "ds_numel", value.numel()))
             for key, value, field in self._entries()
@@ -132,8 +133,8 @@ class ZeroState:
         return owners
 
     def _start_state(self) -> None:
-        # Begin with zeros, which is the same mathematics: state that a checkpoint can fill.
-        self._optimizer.state.clear()  # over the whole parameters, which nobody steps any more
+        # Start with zeros, which is mathematically equivalent: state that a checkpoint can fill.
+        self._optimizer.state.clear()  # keyed by whole parameters, which are not stepped any more
         for index, part in enumerate(self.parts()):
             with _Swapped(self._zero, index):
                 fields = self._optimizer.state[part]
@@ -161,9 +162,9 @@ class ZeroState:
             with _gathered(value, changes=True):
                 value.detach().copy_(whole)
         elif self._is_stage3:
-            # The last part is longer than what is left where sizes do not divide; DeepSpeed's own
-            # function for whole tensors fails there.
-            cut: Any = value  # with what DeepSpeed adds to a parameter
+            # If sizes do not divide, the last shard is longer than the rest of the tensor;
+            # DeepSpeed's own function for whole tensors fails then.
+            cut: Any = value  # with the attributes that DeepSpeed adds to a parameter
             size = int(cut.ds_tensor.numel())
             part = torch.zeros(size, dtype=whole.dtype, device=whole.device)
             mine = whole.flatten()[self._rank * size :][:size]
@@ -176,7 +177,7 @@ class ZeroState:
 
     @torch.no_grad()
     def push(self) -> None:
-        """From the fp32 parts to the parameters that the model computes with."""
+        """Copy the fp32 shards to the parameters that the model computes with."""
         zero = self._zero
         if not self._is_stage3:
             zero.update_lp_params()
@@ -185,12 +186,12 @@ class ZeroState:
         for index in range(len(zero.fp16_groups)):
             with _Swapped(zero, index):
                 zero._reassign_or_swap_out_partitioned_parameters(index)
-        if zero.persistent_parameters:  # small ones, which every rank keeps whole
+        if zero.persistent_parameters:  # small parameters, which every rank keeps whole
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
 
 class _Swapped:
-    """Fetches the state of a part from the disk, where it lies there, and puts it back."""
+    """Loads the state of a shard from disk, if it is offloaded there, and writes it back."""
 
     def __init__(self, zero: Any, index: int) -> None:
         is_swapped = getattr(zero, "_swappable_optimizer_subgroup", None)
@@ -208,7 +209,7 @@ class _Swapped:
 
 
 def _kept(model: nn.Module) -> dict[str, Tensor]:
-    # What belongs into a checkpoint: all, or beside frozen weights what is trained.
+    # Content of a checkpoint: everything, or with frozen weights only the trained part.
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     if all(p.requires_grad for p in model.parameters()):
         return state
@@ -223,7 +224,7 @@ def _fields(optimizer: Optimizer) -> tuple[str, ...]:
 
 
 def _gathered(value: Tensor, *, changes: bool = False) -> Any:
-    # A frozen parameter of stage 3, whole for a while; anything else is whole anyway.
+    # Gathers a frozen parameter of stage 3 temporarily; all others are whole anyway.
     from deepspeed.runtime.zero import GatheredParameters
 
     is_cut = hasattr(value, "ds_id")

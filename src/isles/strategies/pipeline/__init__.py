@@ -1,1 +1,1 @@
-"""Pipeline parallel: the engine, and its stages with the micro-batches that go through."""
+"""Pipeline parallel: the engine, its stages, and the schedule of micro-batches."""

@@ -1,4 +1,5 @@
-"""Successive blocks of the model on successive ranks: pipeline parallel, with FSDP2 inside."""
+"""Pipeline parallel engine: successive blocks of the model on successive ranks, with FSDP2
+inside."""
 
 from __future__ import annotations
 
@@ -33,18 +34,18 @@ from isles.strategies.stepper import MakeOptimizers, Stepper
 
 
 class PipelineEngine(TorchEngine):
-    """A model whose blocks lie on several ranks in a row. See `strategies.base.Engine`.
+    """A model whose blocks are spread over several ranks in order. See `strategies.base.Engine`.
 
-    Micro-batches are kept back until the last one of a step, then they all go through. The rank of
-    the last stage has the whole step's loss, the others have zero.
+    Micro-batches are held until the last micro-batch of a step; then all go through the pipeline.
+    The rank of the last stage has the whole step's loss, the other ranks have zero.
 
     Args:
-        model: the whole model on the meta device, attention chosen, nothing cut yet.
-        config: how a stage is cut over its ranks; NO_SHARD: each of them holds it whole.
-        parallelize: applies tensor parallel, if any, to a stage on the meta device, in place.
+        model: the whole model on the meta device, with its attention set, not sharded yet.
+        config: sharding of a stage over its ranks; NO_SHARD: each of them holds it whole.
+        parallelize: applies tensor parallel, if used, to a stage on the meta device, in place.
 
     Raises:
-        UserError: the model cannot be cut into stages.
+        UserError: the model cannot be split into stages.
     """
 
     def __init__(
@@ -71,8 +72,8 @@ class PipelineEngine(TorchEngine):
             parallelize(stage)
             sharded = shard_model(stage, config, mesh, world.device, precision=precision)
             if stages_per_rank(config.pp_schedule) > 1:
-                # These schedules gather a stage, and let it go, by themselves. A block that let go
-                # after its forward pass would have no gradients where backward is cut in two (zbv).
+                # These schedules gather and release a stage by themselves. A block released after
+                # its forward pass would have no gradients if backward is split in two (zbv).
                 for module in sharded:
                     module.set_reshard_after_forward(False, recurse=False)
             allocate(stage, config, world.device)
@@ -84,7 +85,7 @@ class PipelineEngine(TorchEngine):
             modules, make_optimizers, device=world.device, precision=precision, stages=group
         )
         super().__init__(held, None, stepper, mesh, world)
-        # The ranks of one stage are neighbours: the axis pp varies slowest.
+        # The ranks of one stage are neighbors: the axis pp varies slowest.
         self.replicas = divmod(world.rank, world.world_size // size)[1], world.world_size // size
         self._pipeline = Pipeline(
             stages,
@@ -95,13 +96,13 @@ class PipelineEngine(TorchEngine):
             loss=self._loss,
         )
         self._held = MicroBatches()
-        # FSDP2 averages over the ranks that share the data; the global sum is wanted.
+        # FSDP2 averages over the data-parallel ranks, but we need the global sum.
         self._parts = mesh.dp_size * mesh.layout.cp
         self._scale = 1.0
         self._loss_total = torch.zeros((), device=world.device)
 
     def forward_backward(self, batch: Batch, *, loss_divisor: int, is_last: bool) -> Tensor:
-        # Only the last call of a step computes.
+        # Only the last call in a step computes.
         part = localize(batch, self._mesh, model=None)
         self._held.hold(part.inputs["input_ids"], part.targets_BT, part.inputs.get("position_ids"))
         self._loss_total = torch.zeros((), device=self._world.device)
@@ -137,25 +138,25 @@ class PipelineEngine(TorchEngine):
 
     def take_figures(self, *, of_training: bool) -> Mapping[str, Tensor]:
         del of_training
-        return {}  # the loss says all
+        return {}  # the loss is the only metric
 
     def trained_shapes(self) -> Mapping[str, torch.Size]:
         # No rank of a pipeline has a part of every weight.
         raise UserError(
-            f"several clusters cannot average a pipeline: pp_size is {self._mesh.layout.pp}",
+            f"several clusters cannot average a pipeline (pp_size is {self._mesh.layout.pp})",
             where="strategy.pp_size",
-            fix="set it to 1; kind: fsdp cuts any model, also over nodes",
+            fix="set it to 1; kind: fsdp shards any model, also over nodes",
         )
 
     def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-        # What the last stage differentiates, for one micro-batch.
+        # Loss of the last stage, for one micro-batch.
         loss_sum = loss_of_logits(logits_BTV, targets_BT)
         self._loss_total += loss_sum.detach()
         return self._stepper.scaled(loss_sum * self._scale, loss_sum)
 
     @contextlib.contextmanager
     def _naming_itself(self) -> Iterator[None]:
-        # Which stage an error is of; torch hides the cause in an error of its own.
+        # Adds the stage to an error; torch wraps the cause in its own error.
         try:
             yield
         except RuntimeError as error:
@@ -174,20 +175,20 @@ class PipelineEngine(TorchEngine):
         plural = "s" if len(self._pipeline.stages) > 1 else ""
         return CommunicationError(
             f"stage{plural} {mine} (0 to {self._pipeline.num_stages - 1}) of the pipeline lost "
-            f"another rank, or waited for it longer than {world.timeout_s:.0f} s: "
-            f"{str(cause).strip().splitlines()[0]}",
+            f"another rank, or waited for it longer than {world.timeout_s:.0f} s "
+            f"({str(cause).strip().splitlines()[0]})",
             where=f"rank {world.rank} on {world.host}; its pipeline has the ranks "
             f"{', '.join(map(str, self._pipeline.ranks))}",
-            fix="look for the rank that failed first: `isles logs`; if none did and steps are only "
-            "slow, raise comm_timeout of the cluster",
+            fix="find the rank that failed first with `isles logs`; if no rank failed and steps "
+            "are "
+            "only slow, raise clusters.0.comm_timeout",
             id="rank.others",
         )
 
 
 def _pipeline_group(mesh: Mesh, world: World) -> dist.ProcessGroup:
-    # The ranks of this rank's pipeline; every rank makes every group, as torch wants it.
-    # Not the mesh's own groups: those wait as long as torch's default, not as long as the run file
-    # says.
+    # The ranks of this rank's pipeline; torch requires every rank to make every group. Not the
+    # mesh's own groups: these have torch's default timeout, not that of the run file.
     apart = world.world_size // mesh.layout.pp
     mine: dist.ProcessGroup | None = None
     for first in range(apart):

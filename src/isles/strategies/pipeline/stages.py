@@ -1,4 +1,5 @@
-"""The stages of a pipeline: cut out of a causal language model, and micro-batches sent through."""
+"""Stages of a pipeline, split from a causal language model, and the micro-batches sent through
+them."""
 
 from __future__ import annotations
 
@@ -26,30 +27,30 @@ from isles.errors import UserError
 log = logging.getLogger(__name__)
 
 LossSum = Callable[[Tensor, Tensor], Tensor]
-"""From logits and targets of a micro-batch to what is differentiated."""
+"""Function from logits and targets of a micro-batch to its loss."""
 
 _KEPT = 2
-"""Schedules kept at a time; each holds buffers for all its micro-batches. A run changes between
-two at most, unless its rows are dealt anew."""
+"""Number of cached schedules; each holds buffers for all its micro-batches. A run alternates
+between at most two, unless its rows are redistributed."""
 
 
 class _Elsewhere(nn.Module):
-    """Stands where another stage has a layer, so that the names of all others stay."""
+    """Placeholder for a layer of another stage, so that all other names stay the same."""
 
     weight = None
-    """As a layer without one: there is nothing to cut here."""
+    """None, like a layer without weights: there is nothing to shard."""
 
     def forward(self, hidden: Any, *_args: Any, **_kwargs: Any) -> Any:
         return hidden
 
 
 def stages_per_rank(schedule: PipelineSchedule) -> int:
-    """How many stages a rank holds."""
+    """Number of stages per rank."""
     return 2 if schedule in ("interleaved-1f1b", "zbv") else 1
 
 
 def stage_indices(schedule: PipelineSchedule, pp_rank: int, pp_size: int) -> tuple[int, ...]:
-    """The stages of a rank: its turn in each round, or (zbv) one on the way down and one back."""
+    """The stages of a rank: one per round, or (zbv) one on the way down and one on the way back."""
     match schedule:
         case "1f1b" | "gpipe":
             return (pp_rank,)
@@ -60,16 +61,17 @@ def stage_indices(schedule: PipelineSchedule, pp_rank: int, pp_size: int) -> tup
 
 
 def rank_of_stage(schedule: PipelineSchedule, stage: int, pp_size: int) -> int:
-    """Which of the pipeline's ranks holds a stage."""
+    """The rank of the pipeline that holds a stage."""
     way_back = schedule == "zbv" and stage >= pp_size
     return 2 * pp_size - 1 - stage if way_back else stage % pp_size
 
 
 def assign_layers(num_layers: int, num_stages: int) -> list[range]:
-    """The layers of each stage, as even as they go.
+    """The layers of each stage, divided evenly.
 
-    Those left over go to the stages in the middle first, then to the first, and to the last never:
-    the last has the head, which weighs as much as some layers, the first only the embedding.
+    Remaining layers go to the middle stages first, then to the first stage, and never to the last:
+    the last stage has the head, which costs as much as several layers, the first only the
+    embedding.
     """
     assert num_layers >= num_stages
     least, over = divmod(num_layers, num_stages)
@@ -80,21 +82,21 @@ def assign_layers(num_layers: int, num_stages: int) -> list[range]:
 
 
 def check_model(model: Any) -> None:
-    """Refuse a model whose code is not the one whose stages are known to be exact.
+    """Refuse a model with custom code, whose stages are not known to be exact.
 
-    What its config says is checked before: `config/rules/shape.py`.
+    `config/rules/shape.py` has already checked the model's config.
 
     Raises:
-        UserError: saying what to do.
+        UserError: the model's code is not from transformers.
     """
     base = getattr(model, "base_model", None)
     is_known = all(hasattr(base, name) for name in ("layers", "embed_tokens", "norm"))
     if not is_known or not type(model).__module__.startswith("transformers."):
         raise UserError(
-            f"{type(model).__name__} cannot be cut into stages: its code is its own, and only "
+            f"{type(model).__name__} cannot be split into stages because it has custom code; only "
             "models of transformers are known to split exactly",
             where="strategy.pp_size",
-            fix="set strategy.pp_size: 1; strategy: {kind: fsdp} cuts any model over the ranks",
+            fix="set strategy.pp_size: 1; strategy: {kind: fsdp} shards any model over the ranks",
             id="strategy.model",
         )
 
@@ -104,14 +106,15 @@ def cut_stage(
 ) -> Any:
     """A copy of the model with one stage's layers, under their names in the whole model.
 
-    Called with token ids (first stage) or hidden states it returns hidden states, or (last stage)
-    logits.
+    Called with token ids (first stage) or hidden states, it returns hidden states, or logits (last
+    stage).
 
     Args:
         model: the whole model, on the meta device, so that the copy costs nothing.
         layers: indices of the stage's layers.
-        is_first, is_last: whether the embedding, and the norm and the head, are part of it.
-        dtype: of the hidden states, for which the next stage has made room.
+        is_first, is_last: whether the stage has the embedding, and whether it has the norm and
+        head.
+        dtype: dtype of the hidden states, for the receive buffers of the next stage.
     """
     stage = copy.deepcopy(model)
     base = stage.base_model
@@ -130,7 +133,7 @@ def cut_stage(
         if position_ids is not None:
             options |= isolation_inputs(stage, position_ids)
         if is_last:
-            # The whole model's own forward: some kinds scale their logits there.
+            # The whole model's own forward, because some models scale their logits there.
             return whole_forward(**options, use_cache=False).logits
         hidden = base(**options, use_cache=False).last_hidden_state
         assert hidden.dtype == dtype, (hidden.dtype, dtype)
@@ -141,19 +144,19 @@ def cut_stage(
 
 
 def padded_count(schedule: PipelineSchedule, count: int, pp_size: int) -> int:
-    """The least number of micro-batches, `count` or more, that a schedule can order."""
+    """The smallest number of micro-batches, `count` or more, that a schedule supports."""
     if schedule != "interleaved-1f1b":
         return count
-    # Micro-batches go through in rounds of equal length, about one per rank each.
+    # Micro-batches go through in rounds of equal length, with about one per rank.
     while count % max(1, count // pp_size):
         count += 1
     return count
 
 
 class MicroBatches:
-    """The micro-batches of a step, kept until all are there, then brought to one shape.
+    """The micro-batches of a step, held until the last, then padded to one shape.
 
-    R: rows of the largest of them, T: this rank's tokens of a sample, N: micro-batches.
+    R: rows of the largest micro-batch. T: this rank's tokens per sample. N: micro-batches.
     """
 
     def __init__(self) -> None:
@@ -163,13 +166,14 @@ class MicroBatches:
         return len(self._held)
 
     def hold(self, input_ids: Tensor, targets: Tensor, position_ids: Tensor | None) -> None:
-        """Keep one micro-batch."""
+        """Hold one micro-batch."""
         self._held.append((input_ids, targets, position_ids))
 
     def take(self, count: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """All that are held as `count` micro-batches of one shape, (N * R, T); none are held after.
+        """All held micro-batches as `count` micro-batches of one shape, (N * R, T); clears the
+        buffer.
 
-        Rows and micro-batches that fill up train on nothing.
+        Rows and micro-batches added as padding have no targets.
         """
         held, self._held = self._held, []
         rows = max(input_ids.shape[0] for input_ids, _, _ in held)
@@ -181,7 +185,7 @@ class MicroBatches:
         targets_NRT = torch.cat([*(_fill(x, rows, IGNORE_INDEX) for x in targets), *nothing])
         if positions[0] is None:
             return input_ids_NRT, targets_NRT, None
-        row = positions[0][:1]  # as good as any for rows that train on nothing
+        row = positions[0][:1]  # any positions will do for rows without targets
         more = [row.expand(rows - x.shape[0], -1) for x in positions]
         filled = [x for pair in zip(positions, more, strict=True) for x in pair]
         unused = row.expand(rows * (count - len(held)), -1)
@@ -194,14 +198,14 @@ def _fill(x_BT: Tensor, rows: int, value: int) -> Tensor:
 
 
 class Pipeline:
-    """This rank's stages and its way to the neighbours.
+    """This rank's stages, and its communication with the neighboring stages.
 
     Args:
         modules: the stages of this rank by their number in the pipeline, in order.
-        schedule: in which order the micro-batches go through.
+        schedule: order of the micro-batches.
         group: the ranks that hold the stages of one copy of the model.
-        hidden: size and type of the hidden states that travel between stages.
-        loss: what the last stage differentiates.
+        hidden: size and dtype of the hidden states that travel between stages.
+        loss: loss of the last stage.
     """
 
     def __init__(
@@ -230,31 +234,31 @@ class Pipeline:
 
     @property
     def has_last(self) -> bool:
-        """Whether this rank holds the last stage, which knows the loss."""
+        """Whether this rank holds the last stage, which computes the loss."""
         return self.num_stages - 1 in self._modules
 
     def count(self, given: int) -> int:
-        """Into how many micro-batches those of a step must be filled up."""
+        """Number of micro-batches to which the step's micro-batches must be padded."""
         count = padded_count(self._name, given, self._pp_size)
         if not self._warned and (count != given or given < self._pp_size):
             self._warned = True
             if dist.get_rank() != 0:
-                return count  # all would say the same
+                return count  # other ranks would print the same
             idle = (self._pp_size - 1) / (given + self._pp_size - 1)
-            added = f", {count - given} empty ones are added" if count != given else ""
+            added = f", padded with {count - given} empty ones" if count != given else ""
             log.warning(
-                "pipeline: a step has %d micro-batches for %d ranks in a row%s; each rank waits "
-                "about %.0f%% of the time. A smaller training.micro_batch_size or a larger "
-                "training.global_batch_size shortens that",
+                "pipeline: a step has %d micro-batches for %d ranks in a row%s, so each rank waits "
+                "about %.0f%% of the time. To shorten the wait, use a smaller "
+                "training.micro_batch_size or a larger training.global_batch_size",
                 *(given, self._pp_size, added, 100 * idle),
             )
         return count
 
     def train(self, batch: tuple[Tensor, Tensor, Tensor | None], count: int) -> None:
-        """All micro-batches of a step, forwards and backwards. All ranks must call this.
+        """Forward and backward passes of all micro-batches of a step. All ranks must call this.
 
         Args:
-            batch: input ids, targets and position ids, as `MicroBatches.take` gives them.
+            batch: input ids, targets and position ids, as `MicroBatches.take` returns them.
             count: the number of micro-batches.
         """
         input_ids, targets, positions = batch
@@ -270,10 +274,10 @@ class Pipeline:
         schedule.step(*inputs, target=target, return_outputs=False, **options)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor | None:
-        """One micro-batch, forwards only, of any shape. All ranks must call this.
+        """Forward pass of one micro-batch of any shape. All ranks must call this.
 
         Returns:
-            The logits where the last stage is; None elsewhere.
+            The logits on the rank of the last stage; None on other ranks.
         """
         x: Any = input_ids
         for index, module in self._modules.items():
@@ -293,8 +297,8 @@ class Pipeline:
         return None
 
     def _make_schedule(self, count: int, rows: int, tokens: int) -> _PipelineSchedule:
-        # Described here, shapes need not be found out by a trial run of the stages. Hidden states
-        # require gradients: without that word no buffers are made for them.
+        # With shapes given, torch need not run the stages to find them. Hidden states require
+        # gradients: otherwise no buffers are made for their gradients.
         hidden = torch.empty(
             (rows, tokens, self._hidden_size), dtype=self._dtype, device="meta", requires_grad=True
         )
