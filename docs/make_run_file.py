@@ -226,8 +226,8 @@ def _maximum(node: keys.Schema) -> int | None:
 def _shapes() -> Iterator[str]:
     yield "## Shapes shipped with isles\n"
     yield "Llama architectures for `model.name_or_path` with `init: scratch`. The number of"
-    yield "parameters includes the vocabulary in the table. A tokenizer that isles trains has its own"
-    yield "vocabulary size.\n"
+    yield "parameters includes the vocabulary in the table. A tokenizer that isles trains has its"
+    yield "own vocabulary size.\n"
     yield "| name | parameters | vocabulary | longest sequence | layers | width |"
     yield "|---|---|---|---|---|---|"
     for name in shape_names():
