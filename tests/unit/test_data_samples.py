@@ -257,7 +257,9 @@ def test_what_cannot_be_used_is_counted_and_named_and_nothing_at_all_is_an_error
     assert "6 of 34 documents are skipped: 4 longer than seq_length 64, 2 without" in caplog.text
     store = numbered([200] * 4, "chat")
     drops, cuts = section(too_long="drop"), section()
-    with pytest.raises(DataError, match="none of 4 documents can be trained on: 4 are longer") as e:
+    with pytest.raises(
+        DataError, match="none of the 4 documents can be trained on: 4 are longer"
+    ) as e:
         split_samples(drops, drops.sources[0], store, 0)
     assert "data.too_long: truncate" in e.value.fix
     untrained = replace(store, trained=np.zeros(800, dtype=np.bool_))

@@ -121,7 +121,7 @@ def test_what_is_no_tokenizer_or_has_no_end_of_text_is_an_error(trained, tmp_pat
         ("none", "folder not found"),
         ("model", "does not contain a tokenizer"),
         ("damaged", "cannot be used: Expecting property name"),
-        ("newer", "cannot be loaded: Exception: "),
+        ("newer", "cannot load the tokenizer: Exception: "),
     ]:
         with pytest.raises(DataError, match=what) as caught:
             tokens.load_tokenizer(str(tmp_path / name))
@@ -231,7 +231,7 @@ def test_a_damaged_folder_is_noticed_and_prepared_anew(file, size, *, source, tm
         (folder / file).unlink()
     else:
         os.truncate(folder / file, size)
-    with pytest.raises(DataError, match="not whole"):
+    with pytest.raises(DataError, match="are incomplete"):
         TokenStore.open(folder)
     assert prepare(source, letters(), tmp_path, progress=quiet) == folder
     assert "damaged" in caplog.text
