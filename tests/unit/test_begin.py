@@ -115,9 +115,9 @@ def test_a_node_s_logs_of_another_host_s_run_are_no_run_of_its_own(run_file: Pat
     report = collect(run_dir)
     assert report.state == "unknown" and "a1, its first host" in report.hint
     for given in ("tiny-1", str(run_dir.path)):
-        with pytest.raises(UserError, match="kept by a1") as error:
+        with pytest.raises(UserError, match="is on a1") as error:
             begin(run_file, resume=given)
-        assert error.value.where == str(run_dir.path) and "make a1 the first" in error.value.fix
+        assert error.value.where == str(run_dir.path) and "put a1 first" in error.value.fix
 
 
 def test_changed_mathematics_are_refused_with_every_value(run_file: Path) -> None:
