@@ -99,7 +99,7 @@ def test_a_finished_run_is_followed_by_a_new_one_unless_it_is_named(run_file: Pa
     begun = begin(run_file, resume=str(checkpoint))
     assert (begun.resume_from, begun.run_dir.path) == (checkpoint, run_dir.path)
     absent = str(checkpoint.with_name("step-00000009"))
-    for given, words in ((absent, "no checkpoint step-00000009"), ("nowhere", "no run")):
+    for given, words in ((absent, "checkpoint not found: step-00000009"), ("nowhere", "no run")):
         with pytest.raises(UserError, match=words):
             begin(run_file, resume=given)
 
