@@ -226,8 +226,8 @@ def _maximum(node: keys.Schema) -> int | None:
 def _shapes() -> Iterator[str]:
     yield "## Shapes shipped with isles\n"
     yield "Llama architectures for `model.name_or_path` with `init: scratch`. The number of"
-    yield "parameters includes the vocabulary in the table. A tokenizer that isles trains has its"
-    yield "own vocabulary size.\n"
+    yield "parameters includes the vocabulary in the table. A tokenizer that isles trains for the"
+    yield "run has its own vocabulary size.\n"
     yield "| name | parameters | vocabulary | longest sequence | layers | width |"
     yield "|---|---|---|---|---|---|"
     for name in shape_names():
@@ -245,7 +245,8 @@ def _shapes() -> Iterator[str]:
 
 def _architectures() -> Iterator[str]:
     yield "## Models with tensor, context and pipeline parallelism\n"
-    yield "The lists show `model_type` of `config.json`. The last two exclude sliding windows.\n"
+    yield "The lists show the `model_type` of `config.json`. `cp_size` and `pp_size` do not support"
+    yield "sliding windows.\n"
     for key, kinds in (
         ("tp_size", TENSOR_PARALLEL),
         ("cp_size", CONTEXT_PARALLEL),

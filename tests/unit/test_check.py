@@ -343,9 +343,10 @@ def test_a_bucket_is_asked_as_a_run_asks_it(tmp_path, monkeypatch):
     bad = found(f"file://{tmp_path}/file/run")
     assert bad.level == "error" and bad.id == "net.hub" and bad.fix
     silent = threading.Event()
-    monkeypatch.setattr(network, "probe", lambda _: silent.wait(DEADLINE_S))
-    monkeypatch.setattr(network, "_BUCKET_S", 0.1)
-    away = found(f"file://{place}")
+    with monkeypatch.context() as patch:
+        patch.setattr(network, "probe", lambda _: silent.wait(DEADLINE_S))
+        patch.setattr(network, "_BUCKET_S", 0.1)
+        away = found(f"file://{place}")
     silent.set()
     assert away.level == "error" and "no response" in away.text and away.fix
     assert "installed" in bucket_finding("a1", "x9://b/p", dial_bucket("x9://b/p")).text

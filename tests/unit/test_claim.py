@@ -253,7 +253,7 @@ def test_a_link_in_a_claim_leads_nowhere(name, *, tmp_path, monkeypatch):
     (tmp_path / CLAIM).mkdir()
     link = tmp_path / CLAIM / name
     link.symlink_to(tmp_path / "nothing")
-    with pytest.raises(UserError, match=f"by {name}, which without a process"):
+    with pytest.raises(UserError, match=f"by {name}, without a process"):
         claimed(tmp_path, "tiny").__enter__()
     assert list(tmp_path.iterdir()) == [link.parent] and link.is_symlink()
 

@@ -115,7 +115,7 @@ def test_the_newest_checkpoint_with_a_sound_manifest_is_found(
     assert f"skips step 40 at {named}, which is broken: it has no readable" in caplog.text
     (newest.parents[1] / "step-00000020" / "manifest.json").write_text("{}")
     assert find_newest(str(remote), "tiny") is None
-    with pytest.raises(UserError, match="no run "):
+    with pytest.raises(UserError, match="run not found"):
         begin(run_file, tmp_path / "fresh", remote, resume=named)
 
 
@@ -160,7 +160,7 @@ def test_no_link_of_a_bucket_is_followed(remote: Path, run_file: Path, tmp_path:
     os.mkfifo(run / "tokenizer" / "pipe")
     (run / "resolved.yaml").unlink()
     os.mkfifo(run / "resolved.yaml")
-    with pytest.raises(UserError, match="is not a file"):
+    with pytest.raises(UserError, match="is not a regular file"):
         begin(run_file, tmp_path / "later", remote)
 
 

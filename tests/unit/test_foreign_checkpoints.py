@@ -168,15 +168,15 @@ REPLACES_A_METHOD = b"cpathlib\nPosixPath\n(N}Vread_text\nc%s\nMetadata\nstb." %
     (pickle.dumps(Call(os.mkdir, "it-ran")), "mkdir"),
     (pickle.dumps(Call(builtins.eval, "1")), "eval"),
     (pickle.dumps(Call(getattr, torch.Size, "mro")), "does not belong in an index"),
-    (pickle.dumps(Call(getattr, _MEM_FORMAT_ENCODING, "__class__")), "something else"),
+    (pickle.dumps(Call(getattr, _MEM_FORMAT_ENCODING, "__class__")), "it lacks a"),
     (pickle.dumps(Metadata({"a": Call(os.mkdir, "it-ran")})), "mkdir"),  # type: ignore[dict-item]
     (REPLACES_A_METHOD, "opcode UNICODE"),
     (REPLACES_A_METHOD.replace(b"Vread_text\n", b"\x8c\x09read_text"), "fills an object"),
     (b"", "not an index"),
     (b"\x80", "not an index"),
     (b"not a pickle at all", "not an index"),
-    (pickle.dumps({(((1,),),): 1}), "not a name"),
-    (pickle.dumps([1, 2]), "something else"),
+    (pickle.dumps({(((1,),),): 1}), "an invalid key"),
+    (pickle.dumps([1, 2]), "it lacks a"),
     (pickle.dumps(Metadata({}, storage_data=None)), "lists no tensors"),
     (b"\x80\x04" + b"]\x94" * 9 + b"(" * 9 + b".", "not an index"),
     (b"\x80\x02" + b"]" * (1 << 21) + b".", "more than 1048576 opcodes"),
@@ -388,10 +388,10 @@ def test_what_is_no_file_is_not_followed(tmp_path: Path):
     data = folder / "tensors-00000.bin"
     data.replace(secret)
     data.symlink_to(secret)
-    assert verify_checkpoint(folder) == ["tensors-00000.bin: it is not a file"]
+    assert verify_checkpoint(folder) == ["tensors-00000.bin: not a regular file"]
     data.unlink()
     os.mkfifo(data)
-    assert verify_checkpoint(folder) == ["tensors-00000.bin: it is not a file"]
+    assert verify_checkpoint(folder) == ["tensors-00000.bin: not a regular file"]
     (folder / MANIFEST).unlink()
     os.mkfifo(folder / MANIFEST)
     assert "no readable manifest.json" in verify_checkpoint(folder)[0]

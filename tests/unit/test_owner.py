@@ -77,7 +77,7 @@ def test_no_process_is_signalled_that_only_anothers_record_names(tmp_path: Path,
             give(path)
             process = ProcessId.from_record(read_record(path) or {})
             assert process is not None and process.is_alive()
-            with pytest.raises(UserError, match="only a record of another user"):
+            with pytest.raises(UserError, match="only in a record of another user"):
                 send_signal(process, 9, to_group=True)  # type: ignore[arg-type]
             assert child.poll() is None
         finally:

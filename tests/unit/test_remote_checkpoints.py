@@ -198,7 +198,7 @@ def test_a_bucket_that_refuses_is_named_once_and_at_the_end(run_dir, remote, mon
     made.look()
     (line,) = made.finish(lambda _: None)
     assert len(notes) == 1 and "refuses this machine: AccessDenied" in notes[0]
-    assert "1 checkpoint on the disk wait" in notes[0] and "training goes on" in notes[0]
+    assert "1 checkpoint on the disk to upload" in notes[0] and "Training continues" in notes[0]
     assert "not at" in line and "step 20, step 40" in line and "isles checkpoint push" in line
     made.close()
 
@@ -207,7 +207,7 @@ def test_a_place_that_holds_a_secret_or_is_none_is_refused(run_file):
     for url, why in (
         ("s3://key:hidden@bucket/runs", "contains a user, a key or a password"),
         ("bucket/runs", "neither a URL nor an absolute path"),
-        ("s3://bucket/runs?X-Amz-Signature=1", "behind"),
+        ("s3://bucket/runs?X-Amz-Signature=1", "options after"),
     ):
         text = run_file.read_text().replace("checkpoint:\n", f"checkpoint:\n  remote: '{url}'\n")
         with pytest.raises(ConfigErrors, match=why) as error:

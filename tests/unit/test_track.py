@@ -177,7 +177,7 @@ def test_only_the_end_of_rows_without_end_is_read(tmp_path, caplog):
         stream.seek(0, os.SEEK_END)
         stream.writelines(["\n", *rows[1:]])
     assert [found["step"] for found in read_metrics(path)] == [2, 3]
-    assert "is too long: only its last 1.0 GiB are read" in caplog.text
+    assert "is too long, so isles reads only its last 1.0 GiB" in caplog.text
 
 
 @each(0, 20)

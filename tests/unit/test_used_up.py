@@ -73,7 +73,7 @@ def test_temporary_files_without_room_name_their_folder(
             with pytest.raises(UserError) as caught:
                 way()
             assert caught.value.where == "TMPDIR" and "set TMPDIR" in caught.value.fix
-            assert f"no space is left for temporary files in {disk}" in caught.value.what
+            assert f"no space left for temporary files in {disk}" in caught.value.what
     with pytest.raises(OSError), scratch_folder("a-"):
         raise OSError(errno.ENOSPC, "full", "/another/disk")
 
