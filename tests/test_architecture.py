@@ -1,4 +1,4 @@
-"""The rules of the house: imports point down, no circles, the wings never touch."""
+"""Rules of docs/architecture.md: imports point down, form no circle, and never cross the sides.
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.deadline import run_program
 
 SRC = Path(__file__).parents[1] / "src" / "isles"
 
-# Room -> rooms it may import. What stands here is the drawing in docs/architecture.md.
+# Package -> packages it may import, as in the drawing of docs/architecture.md.
 GROUND = {"errors", "facts"}
 SHARED = GROUND | {"config", "run"}
 PARTS = {"models", "data", "track", "strategies", "balance", "checkpoint", "outer"}
