@@ -1,4 +1,4 @@
-"""Rules of docs/architecture.md: imports point down, form no circle, and never cross the sides.
+"""Rules of docs/architecture.md: imports point down, form no circle, and never cross the sides."""
 
 from __future__ import annotations
 
