@@ -386,7 +386,7 @@ def test_a_node_that_nobody_asks_any_more_ends() -> None:
 
 
 @each(
-    (["no-such.yaml"], "no such file"),
+    (["no-such.yaml"], "the file does not exist"),
     (["--hosts", "a", "a"], "a appears twice"),
     (["--timeout", "1s"], "--timeout 30s"),
 )

@@ -104,7 +104,7 @@ def test_saved_datasets_are_read_also_from_any_row_on(tmp_path):
     assert documents(tmp_path / "one") == ["a", "b"]
     assert documents(tmp_path / "both", split="test") == ["b"]
     error = error_of(tmp_path / "both", split="tset")
-    assert "there are: train, test" in error.what and "to test" in error.fix
+    assert "the dataset has train, test" in error.what and "to test" in error.fix
     (tmp_path / "plain" / "v1.2").mkdir(parents=True)
     for name in ("v1.2/a.1.md", "v1.2/b.md", "LICENSE"):
         (tmp_path / "plain" / name).write_text("a")

@@ -223,9 +223,9 @@ def test_generation_stops_where_a_turn_ends_also_by_an_exported_model(tmp_path):
 
 
 @each(
-    (None, "there is no chat template", "tokenizer.chat_template"),
+    (None, "chat template not found", "tokenizer.chat_template"),
     (b" \n", "is empty", "t.jinja"),
-    (b"a\n{% for %}", "is no Jinja", "t.jinja:2"),
+    (b"a\n{% for %}", "is not valid Jinja", "t.jinja:2"),
     (b"a\n\xff", "not UTF-8", "t.jinja:2"),
 )
 def test_a_broken_template_is_named(content, what, where, *, plain, tmp_path):

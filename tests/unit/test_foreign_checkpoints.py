@@ -223,7 +223,7 @@ def test_an_old_index_with_an_odd_value_is_refused(change: Any, *, tmp_path: Pat
     change_index(folder, change)
     hash_again(folder)
     said, refused = refusals(folder)
-    assert ".metadata: " in said and "index cannot be read" in refused
+    assert ".metadata: " in said and "cannot read the checkpoint's index" in refused
 
 
 def piece(**change: Any) -> Any:
@@ -265,7 +265,7 @@ def test_an_index_with_an_odd_value_is_refused(change: Any, *, tmp_path: Path):
     change_json(folder / "tensors.json", change)
     hash_again(folder)
     said, refused = refusals(folder)
-    assert "tensors.json: " in said and "index cannot be read" in refused
+    assert "tensors.json: " in said and "cannot read the checkpoint's index" in refused
 
 
 def test_an_index_of_tiny_values_or_longer_than_its_tensors_is_refused(tmp_path: Path):

@@ -298,7 +298,7 @@ def test_who_does_not_answer_is_named_and_a_stranger_gets_no_token(line, state):
 
     with listening(lambda other: other.sendall(b"SSH-2.0\r\n" * 9)) as ssh, listening(talk) as tls:
         for wrong, kind, what in (
-            (replace(line, port=ssh), PreflightError, "no hub"),
+            (replace(line, port=ssh), PreflightError, "is not a hub"),
             # It is told nothing before its certificate is looked at.
             (replace(line, port=tls, fingerprint=b"x" * 32), PreflightError, "certificate"),
             (replace(line, port=1), CommunicationError, "no hub listens"),

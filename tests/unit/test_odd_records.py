@@ -86,7 +86,7 @@ def test_names_of_objects_stay_below_their_folder(tmp_path: Path) -> None:
     store = Folder(str(tmp_path / "b"))
     assert store.read(f"{tmp_path}/secret") is None
     for name in ("../secret", "x/../../secret", "x\0"):
-        with pytest.raises(StoreError, match="is not a name"):
+        with pytest.raises(StoreError, match="is not a valid object name"):
             store.read(name)
 
 

@@ -319,7 +319,7 @@ def test_a_join_line_survives_a_mail_and_shows_no_secret(tmp_path):
         with pytest.raises(ConfigError) as caught:
             JoinLine.parse(broken)
         assert token not in str(caught.value)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="is not readable"):
         JoinLine.read(tmp_path / "nowhere")
 
 

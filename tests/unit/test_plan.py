@@ -292,7 +292,7 @@ def test_a_model_of_an_unknown_kind_is_a_guess_and_its_files_are_counted(here, c
     assert main(["plan", "run.yaml", "--gpus", "8xh100"]) == ExitCode.USER
     captured = capsys.readouterr()
     assert "RTX" not in captured.out and "8 x H100" in captured.out
-    assert "does not say how large the model is" in captured.err
+    assert "the model's config.json lacks hidden_size" in captured.err
 
 
 def test_of_a_model_on_the_hub_only_its_config_is_fetched(here, capsys, monkeypatch):

@@ -157,7 +157,7 @@ def test_who_starts_a_run_that_is_queued_again_waits_for_its_job(tmp_path, monke
     write_program(bin_path / "scontrol", PENDING.format(reason="BeginTime", restarts=1))
     again = start()
     assert (again.run_dir, again.attempt) == (first.run_dir, first.attempt)
-    assert "tiny-1 is queued again as Slurm job 7" in said[-1] and "start now" in said[-1]
+    assert "tiny-1 is queued again as Slurm job 7" in said[-1] and "to start it now" in said[-1]
     with pytest.raises(UserError, match="is queued again as Slurm job 7"):
         start("training.max_steps=9")
 

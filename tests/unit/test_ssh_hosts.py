@@ -179,7 +179,7 @@ def test_every_number_of_nodes_that_may_be_left_must_fit(run_file: Path) -> None
     tp = "strategy={kind: fsdp, tp_size: 2}"
     loaded = load_run_file(run_file, [hosts, tp, "clusters.0.nodes=1:3"])
     assert resolve(loaded, nproc=(2, 2, 4), device="cpu").world_size == 8
-    with pytest.raises(ConfigError, match="there are 3"):
+    with pytest.raises(ConfigError, match="the run has 3"):
         resolve(loaded, nproc=(2, 2, 3), device="cpu")
     fixed = load_run_file(run_file, [hosts, tp, "clusters.0.nodes=3"])
     assert resolve(fixed, nproc=(2, 1, 5), device="cpu").world_size == 8
