@@ -159,7 +159,7 @@ def refusal(what: str, **given: Any) -> PreflightError:
 
 @each(
     ([], "/nowhere/python", "cannot run /nowhere/python there"),
-    (["cd /nowhere || exit 1"], sys.executable, "there is no folder /nowhere"),
+    (["cd /nowhere || exit 1"], sys.executable, "folder not found: /nowhere"),
     (["export PYTHONPATH=", "cd /"], f"{sys.base_exec_prefix}/bin/python3", "not installed"),
 )
 def test_a_host_that_cannot_run_isles_says_why(lines: list[str], python: str, what: str) -> None:
