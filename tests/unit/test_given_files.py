@@ -10,6 +10,8 @@ import json
 import lzma
 import re
 from collections.abc import Callable, Iterator
+from datetime import UTC, date, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +259,26 @@ def test_nulls_that_a_table_invents_are_no_part_of_a_row(tmp_path, monkeypatch):
     parser = make_parser(SourceConfig(path="x", type="chat"))
     rows = HubStream("three rows", builder, "train").rows(parser)
     assert [parser.parse(row) for row in rows if isinstance(row, Row)] == want
+
+
+def test_dates_and_decimals_are_as_in_json_lines(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+    def rows(day: Any, at: Any, costs: Any, count: Any) -> list[dict[str, Any]]:
+        row = talk(call("weather", days=[day, None], at=at, costs=costs, count=count))
+        return [{**row, "tools": [tool("weather", since={"minimum": day})]}]
+
+    at = datetime(2024, 2, 3, 4, 5, tzinfo=UTC)
+    values = rows(date(2024, 2, 3), at, Decimal("1.50"), Decimal(7))
+    (tmp_path / "a.jsonl").write_bytes(lines(rows("2024-02-03", at.isoformat(), 1.5, 7)))
+    want = items(tmp_path / "a.jsonl", "chat")
+    for name, write in (("a.parquet", parquet), ("a.arrow", arrow)):
+        (tmp_path / name).write_bytes(write(values))
+        assert items(tmp_path / name, "chat") == want, name
+    datasets.Dataset.from_list(values).save_to_disk(tmp_path / "saved")
+    assert items(tmp_path / "saved", "chat") == want
 
 
 def test_a_null_that_is_meant_stays(tmp_path):

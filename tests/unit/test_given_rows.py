@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -493,3 +494,17 @@ def test_the_fix_for_calls_names_the_tools_too():
     row = {"messages": [U, {**call(), "content": "I look."}, RESULT, A], "tools": [TOOL]}
     assert "ignore_fields: [tools, tool_calls]" in refusal_of(row, PLAIN).fix
     assert "[[No." in text_of(row, PLAIN, ignore_fields=["tools", "tool_calls"])
+
+
+@each(
+    ([U, call({"file": b"ab"}), RESULT, A], "messages[1].tool_calls[0].function.arguments.file"),
+    ([U, call(), {**RESULT, "content": {"took": timedelta(1)}}, A], "messages[2].content.took"),
+    ({"messages": [U, A], "tools": [{**TOOL, "icon": b"ab"}]}, "tools[0].icon"),
+    ({"messages": [U, A], "chat_template_kwargs": {"a": b"ab"}}, "chat_template_kwargs.a"),
+    ([{**U, "image": b"ab"}, A], "messages[0].image"),
+)
+def test_values_that_json_does_not_have_are_refused_by_name(row, name):
+    for template in (KNOWS, FORMS["printed"]):
+        assert f"{name} holds " in refusal_of(row, template).what
+    if name.endswith("image"):
+        assert "[[No." in text_of(row, ignore_fields=["image"])

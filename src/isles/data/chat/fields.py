@@ -14,7 +14,7 @@ from datetime import datetime
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
-from isles.data.sources.rows import EMPTY, Chat, Message
+from isles.data.sources.rows import EMPTY, Chat, Message, show
 from isles.errors import DataError
 
 FIXED_DAY = datetime(2024, 7, 26)
@@ -53,6 +53,33 @@ class CallForm:
     empty: Literal["", "missing"] | None = ""
     results: Literal["object", "text"] = "text"
     fills: bool = False
+
+
+def check_values(chat: Chat) -> None:
+    """Refuse values that JSON does not have, such as bytes. TemplateRefusal: with their place."""
+    parts: list[tuple[str, object, str]] = [
+        (f"messages[{index}].{key}", value, key)
+        for index, message in enumerate(chat.messages)
+        for key, value in message.items()
+        if type(value) is not str
+    ]
+    parts += [("tools", chat.tools, "tools"), (_VARIABLES, chat.variables, _VARIABLES)]
+    for at, value, ignore in parts:
+        for place, odd in _not_json(value, at):
+            raise TemplateRefusal(f"{place} holds {show(odd)}, which JSON does not have", ignore)
+
+
+def _not_json(value: object, at: str) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        for key, cell in value.items():
+            if not isinstance(key, str | int):
+                yield f"{at}, as a name,", key
+            yield from _not_json(cell, f"{at}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, cell in enumerate(value):
+            yield from _not_json(cell, f"{at}[{number}]")
+    elif not isinstance(value, str | int | float | None):
+        yield at, value
 
 
 def kind_of(chat: Chat) -> object:
@@ -227,6 +254,7 @@ def _without(chat: Chat, names: Sequence[str]) -> Chat:
 
 _FORMS = ("object", "text")
 _CALLS = "tool_calls"
+_VARIABLES = "chat_template_kwargs"
 
 
 class _Field(NamedTuple):

@@ -23,6 +23,7 @@ from isles.data.chat.fields import (
     CallForm,
     FieldProbe,
     TemplateRefusal,
+    check_values,
     fields_to_ignore,
     find_form,
     in_form,
@@ -177,6 +178,7 @@ class ChatTemplate:
             if near := get_close_matches(name, self._own_variables, n=1):  # a typing error
                 what = f"chat_template_kwargs has {name}, not a variable; did you mean {near[0]}?"
                 raise TemplateRefusal(what, "chat_template_kwargs")
+        check_values(chat)
         self._use(chat.variables)
         given = self._prepare(chat)
         text, marked = self._render_marked(given.messages)

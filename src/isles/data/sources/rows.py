@@ -113,7 +113,9 @@ def texts_of(item: Item) -> list[str]:
         case Chat():
             contents = (message["content"] for message in item.messages)
             return [
-                text if isinstance(text, str) else json.dumps(text) for text in contents if text
+                text if isinstance(text, str) else json.dumps(text, default=str)
+                for text in contents
+                if text
             ]
         case Continuation():
             return [item.prompt, item.answer]
