@@ -508,3 +508,41 @@ def test_values_that_json_does_not_have_are_refused_by_name(row, name):
         assert f"{name} holds " in refusal_of(row, template).what
     if name.endswith("image"):
         assert "[[No." in text_of(row, ignore_fields=["image"])
+
+
+CITY = {"city": "Bonn"}
+
+
+@each(
+    {"role": "assistant", "tool_calls": [{"name": "weather", "parameters": CITY}]},
+    {"role": "assistant", "tool_calls": [{"function": {"name": "weather"}, "parameters": CITY}]},
+    {"role": "assistant", "function_call": {"name": "weather", "parameters": json.dumps(CITY)}},
+    {"role": "function_call", "content": json.dumps({"name": "weather", "parameters": CITY})},
+)
+def test_parameters_of_a_call_are_its_arguments(message):
+    text, unread = encode_row({"messages": [U, message, RESULT, A]}, KNOWS)
+    assert '[[<call>weather{"city": "Bonn"}<|im_end|>]]' in text[0] and not unread
+
+
+def test_a_call_without_arguments_has_nothing_else():
+    for arguments in (None, "", " \n", {}):
+        assert "[[<call>weather{}<|im_end|>]]" in text_of([U, call(arguments), RESULT, A], KNOWS)
+    odd = {"name": "weather", "input": CITY, "function": "x"}
+    error = refusal_of([U, {"role": "assistant", "tool_calls": [odd]}, RESULT, A], KNOWS)
+    assert "messages[1].tool_calls[0] calls weather without arguments, but has input" in error.what
+    assert "ignore_fields: [input]" in error.fix
+    for row in (odd, {"function": odd}, json.dumps(odd)):
+        chat = [U, {"role": "assistant", "tool_calls": [row]}, RESULT, A]
+        (text,), unread = encode_row({"messages": chat}, KNOWS, ignore_fields=["input"])
+        assert "[[<call>weather{}<|im_end|>]]" in text and "input" not in unread
+    for given in (call(), {"role": "function_call", "content": json.dumps(OLD)}):
+        text = text_of([U, given, RESULT, A], KNOWS, ignore_fields=["arguments"])
+        assert "[[<call>weather{}<|im_end|>]]" in text
+
+
+@each("{city: Bonn", "[1]", '"Bonn"', "Bonn")
+def test_arguments_that_are_no_object_are_refused_unless_they_are_written_as_text(arguments):
+    error = refusal_of([U, call(arguments), RESULT, A], KNOWS)
+    assert f"those of weather are str {arguments!r}" in error.what and error.where == "f:1"
+    assert "repair" in error.fix
+    assert f"[[{arguments}weather" in text_of([U, call(arguments), RESULT, A], FORMS["printed"])

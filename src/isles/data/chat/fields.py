@@ -116,8 +116,9 @@ def _in_form(message: Message, form: CallForm) -> Message:
         if form.fills:
             function.setdefault("arguments", {})
         if "arguments" in function:
-            change = _as_text if form.arguments == "text" else _as_object
-            function["arguments"] = change(function["arguments"])
+            arguments = function["arguments"]
+            is_text = form.arguments == "text"
+            function["arguments"] = _as_text(arguments) if is_text else _as_object(function)
     changed = [{**call, "function": f} for call, f in zip(calls, functions, strict=True)]
     message = {**message, "tool_calls": changed}
     if not content:
@@ -144,10 +145,14 @@ def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _as_object(value: Any) -> Any:
-    if isinstance(value, str):
-        with suppress(ValueError, RecursionError):  # else the template is given the text as it is
-            return json.loads(value)
+def _as_object(function: Mapping[str, Any]) -> Any:
+    given = value = function["arguments"]
+    if isinstance(given, str):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(given)
+    if not isinstance(value, Mapping):
+        what = f"it takes arguments as a JSON object, but those of {function['name']} are"
+        raise TemplateRefusal(f"{what} {show(given)}", _CALLS)
     return value
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from isles.config.sections.model import OWN_VARIABLES
 from isles.data.sources.rows import (
+    EMPTY,
     FieldError,
     Message,
     checked_text,
@@ -37,6 +38,8 @@ _SAME_ROLE = {
 }
 
 _FORM = 'write each message as {"role": "user", "content": "TEXT"}, answers with "assistant"'
+_ARGUMENTS = ("arguments", "parameters")
+_NOT_ARGUMENTS = frozenset(("id", "type", "index", "function", "name"))
 _ROLE_NAMES = ("role", "from")
 _CONTENT_NAMES = ("content", "value")
 _TRAIN_NAMES = ("train", "training", "trainable", "train_on", "train_on_turn", "weight", "loss")
@@ -80,7 +83,7 @@ def read_messages(
     if ignored:
         value = [_without(message, ignored, lost, "messages") for message in value]
     messages = [
-        _read_message(message, f"{name}[{index}]", where, keys or {}, lost)
+        _read_message(message, f"{name}[{index}]", where, keys or {}, ignored, lost)
         for index, message in enumerate(value)
     ]
     for one in messages if ignored else ():
@@ -94,19 +97,21 @@ def read_messages(
 
 
 def _without(value: Any, ignored: frozenset[str], dropped: set[str], name: str) -> Any:
-    # A message, or a call, without these fields.
+    # A message, or a part of a call, without these fields.
     if not isinstance(value, Mapping):
         return value
     kept = {k: cell for k, cell in value.items() if k not in ignored or k == "content"}
     dropped |= {f"{name}.{key}" for key in value.keys() - kept.keys()}
-    if isinstance(calls := kept.get("tool_calls"), list):
-        at = f"{name}.tool_calls"
-        kept["tool_calls"] = [_without(call, ignored, dropped, at) for call in calls]
     return kept
 
 
 def _read_message(
-    value: object, at: str, where: str, keys: Mapping[str, str], unread: set[str]
+    value: object,
+    at: str,
+    where: str,
+    keys: Mapping[str, str],
+    ignored: frozenset[str],
+    unread: set[str],
 ) -> Message:
     if not isinstance(value, Mapping):
         raise wrong_type(value, at, "a message with role and content", where, _FORM)
@@ -131,7 +136,12 @@ def _read_message(
     else:
         message["content"] = ""
     if calls:
-        message["tool_calls"] = _tool_calls(calls, f"{at}.{calls_key}", where)
+        read = _tool_calls(calls, f"{at}.{calls_key}", where)
+        if ignored:
+            read = [_call_without(call, ignored - {"name"}, unread) for call in read]
+        for number, call in enumerate(read):
+            _take_arguments(call, f"{at}.{calls_key}[{number}]", where)
+        message["tool_calls"] = read
     return message
 
 
@@ -211,8 +221,10 @@ def _tool_calls(value: object, at: str, where: str) -> list[dict[str, Any]]:
         if not isinstance(found, Mapping):
             raise wrong_type(found, f"{at}[{index}]", "a tool call", where)
         call = {key: cell for key, cell in found.items() if cell is not None}
-        function = call.pop("function", None)
-        if not isinstance(function, Mapping):
+        function = call.get("function")
+        if isinstance(function, Mapping):
+            del call["function"]
+        else:
             # The function itself, as in old data: templates expect it within a call.
             outer = {key: call.pop(key) for key in ("id", "type", "index") if key in call}
             call, function = {"type": "function", **outer}, call
@@ -221,6 +233,34 @@ def _tool_calls(value: object, at: str, where: str) -> list[dict[str, Any]]:
             raise wrong_type(function.get("name"), f"{at}[{index}]", "a call with a name", where)
         calls.append({**call, "function": function})
     return calls
+
+
+def _call_without(call: Mapping[str, Any], ignored: frozenset[str], dropped: set[str]) -> Any:
+    at = "messages.tool_calls"
+    function = _without(call["function"], ignored, dropped, f"{at}.function")
+    return {**_without(call, ignored - {"function"}, dropped, at), "function": function}
+
+
+def _take_arguments(call: dict[str, Any], at: str, where: str) -> None:
+    # Put the arguments of a call into its function, whatever their name. Blank text is none.
+    function = call["function"]
+    places = [(part, key) for part in (function, call) for key in _ARGUMENTS if key in part]
+    if places:
+        part, key = places[0]
+        arguments = part.pop(key)
+        if not isinstance(arguments, str) or arguments.strip():
+            function["arguments"] = arguments
+            return
+    others = {*call, *function} - _NOT_ARGUMENTS
+    names = sorted(key for key in others if {**call, **function}[key] not in EMPTY)
+    if names:
+        raise FieldError(
+            f"{at} calls {function['name']} without arguments, but has {', '.join(names)}",
+            where=where,
+            fix="write the arguments of calls into arguments, or train without "
+            f"{'this field' if len(names) == 1 else 'these fields'}:",
+            ignore=names,
+        )
 
 
 def take_masks(
