@@ -16,6 +16,7 @@ from isles.data.tokens.encode import Encoder, encode_each
 from isles.data.tokens.tokenizer import train_tokenizer
 from isles.errors import DataError
 from tests import chat_templates as templates
+from tests import model_templates
 from tests.data import prepare_file, trained_text, write_rows
 from tests.each import each
 
@@ -546,3 +547,28 @@ def test_arguments_that_are_no_object_are_refused_unless_they_are_written_as_tex
     assert f"those of weather are str {arguments!r}" in error.what and error.where == "f:1"
     assert "repair" in error.fix
     assert f"[[{arguments}weather" in text_of([U, call(arguments), RESULT, A], FORMS["printed"])
+
+
+CUTS = template_of(
+    "{%- if m.role == 'assistant' -%}{{- m.content.split('</think>')[-1] -}}"
+    "{%- else -%}{{- m.content -}}{%- endif -%}"
+)
+SPACES = template_of("{{- m.content | replace('\\n', '') -}}")
+QUOTES = template_of("{{- m.content | replace('<', '&lt;') -}}")
+
+
+def test_a_trained_answer_is_written_whole():
+    thinks = {**A, "content": "<think>\nwet\n</think>\n\nNo."}
+    for chat in ([U, thinks], [U, thinks, U, A]):
+        error = refusal_of(chat, CUTS)
+        assert "does not write a part of the content of message 1 (assistant)" in error.what
+        assert "'think' of '<think>" in error.what and "tokenizer.chat_template" in error.fix
+    for chat, how in (
+        ([U, {**thinks, "weight": 0}, U, A], {}),
+        ([U, thinks, U, A], {"train_on": "last"}),
+    ):
+        (text,), unread = encode_row({"messages": chat}, CUTS, **how)
+        assert "[[No." in text and "parts of messages.content" in unread
+    assert encode_row({"messages": [U, thinks]}, SPACES)[1] == ""
+    assert encode_row({"messages": [U, thinks]}, model_templates.GLM_45)[1] == ""
+    assert "parts of" in encode_row({"messages": [U, thinks]}, QUOTES)[1]

@@ -209,7 +209,7 @@ def test_a_model_that_is_unknown_or_was_moved_away_is_named(tmp_path):
         with pytest.raises(UserError, match=name) as caught:
             whole(name, init="pretrained")
         assert caught.value.fix
-    with pytest.raises(UserError, match="there is no such folder") as caught:
+    with pytest.raises(UserError, match="folder not found") as caught:
         weights_folder(str(tmp_path / "away"))
     assert str(tmp_path / "away") in str(caught.value) and "restore the model" in str(caught.value)
 

@@ -6,8 +6,9 @@ Both use probes: isles replaces a value by a mark, and searches the rendered tex
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -53,33 +54,6 @@ class CallForm:
     empty: Literal["", "missing"] | None = ""
     results: Literal["object", "text"] = "text"
     fills: bool = False
-
-
-def check_values(chat: Chat) -> None:
-    """Refuse values that JSON does not have, such as bytes. TemplateRefusal: with their place."""
-    parts: list[tuple[str, object, str]] = [
-        (f"messages[{index}].{key}", value, key)
-        for index, message in enumerate(chat.messages)
-        for key, value in message.items()
-        if type(value) is not str
-    ]
-    parts += [("tools", chat.tools, "tools"), (_VARIABLES, chat.variables, _VARIABLES)]
-    for at, value, ignore in parts:
-        for place, odd in _not_json(value, at):
-            raise TemplateRefusal(f"{place} holds {show(odd)}, which JSON does not have", ignore)
-
-
-def _not_json(value: object, at: str) -> Iterator[tuple[str, object]]:
-    if isinstance(value, Mapping):
-        for key, cell in value.items():
-            if not isinstance(key, str | int):
-                yield f"{at}, as a name,", key
-            yield from _not_json(cell, f"{at}.{key}")
-    elif isinstance(value, list | tuple):
-        for number, cell in enumerate(value):
-            yield from _not_json(cell, f"{at}[{number}]")
-    elif not isinstance(value, str | int | float | None):
-        yield at, value
 
 
 def kind_of(chat: Chat) -> object:
@@ -259,7 +233,6 @@ def _without(chat: Chat, names: Sequence[str]) -> Chat:
 
 _FORMS = ("object", "text")
 _CALLS = "tool_calls"
-_VARIABLES = "chat_template_kwargs"
 
 
 class _Field(NamedTuple):
@@ -289,15 +262,18 @@ class FieldProbe:
         text: str,
         render: Callable[[Chat], str],
         is_named: Callable[[str], bool],
+        trained: Container[int] = (),
     ) -> Sequence[str]:
         """The fields of a conversation that its text does not depend on.
 
-        TemplateRefusal: one of them is a message's content, a call, a thought or the tools.
+        TemplateRefusal: one of them is a message's content, a part of a trained answer, a call, a
+        thought or the tools.
 
         Args:
             text: the text that the template has made of it.
             render: makes the text of a changed conversation; raises TemplateRefusal.
             is_named: whether a name is anywhere in the template.
+            trained: numbers of the trained messages.
         """
         unread, doubtful, place = set[str](), list[_Field](), 0
         for index, message in enumerate(chat.messages):
@@ -315,7 +291,7 @@ class FieldProbe:
             for field in _fields_of_tools(chat.tools):
                 self._sort(field, text, unread, doubtful)
         if doubtful:
-            unread |= self._probe(doubtful, chat, text, render, is_named)
+            unread |= self._probe(doubtful, chat, text, render, is_named, trained)
         return sorted(unread) if unread else ()
 
     def _sort(self, field: _Field, text: str, unread: set[str], doubtful: list[_Field]) -> None:
@@ -334,6 +310,7 @@ class FieldProbe:
         text: str,
         render: Callable[[Chat], str],
         is_named: Callable[[str], bool],
+        trained: Container[int],
     ) -> set[str]:
         mark = unused_mark(text)
         marks = [f"{mark}f{number}q" for number in range(len(doubtful))]
@@ -349,7 +326,10 @@ class FieldProbe:
                 lost.append(field)
                 continue
             self._read.add(key)
-            if field.name == _CONTENT and field.role == "assistant" and field.value not in text:
+            is_answer = field.name == _CONTENT and field.role == "assistant"
+            if is_answer and not _is_in(field.value, text):
+                if field.place[1] in trained:
+                    self._judge_part(field, chat, render)
                 unread.add(f"parts of {_CONTENT}")
         for field in lost:
             # Another mark may be the reason.
@@ -386,6 +366,21 @@ class FieldProbe:
                     self._read.add((field.role, field.name))
         return unread
 
+    def _judge_part(self, field: _Field, chat: Chat, render: Callable[[Chat], str]) -> None:
+        # Refuse, unless the template writes the whole of it in the last answer.
+        asked = {"role": "user", "content": "Why?"}
+        answer = {"role": "assistant", "content": field.value}
+        text = _try(render, replace(chat, messages=[asked, answer], tools=None))
+        if text is None or _is_in(field.value, text):
+            return
+        lost = Counter(_WORD.findall(field.value)) - Counter(_WORD.findall(text))
+        if lost:  # else the template writes it in other characters
+            raise TemplateRefusal(
+                f"it does not write a part of the content of message {field.place[1]} (assistant), "
+                f"such as the word {next(iter(lost))!r} of {field.value[:40]!r}",
+                "",
+            )
+
     def _judge_lost(self, field: _Field, chat: Chat, render: Callable[[Chat], str]) -> None:
         # Refuse, unless it is a thought of a template that leaves out all but the last.
         at = field.place[1]
@@ -410,6 +405,7 @@ class FieldProbe:
             raise TemplateRefusal(f"it does not write the {key} of message {at}", key)
 
 
+_WORD = re.compile(r"\w+")
 _MOST_TRIES = 16
 """Number of rows to probe for a template's field before the field counts as unread."""
 
@@ -454,6 +450,11 @@ def _fields_of_tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[_Field]:
                         yield _Field(place, f"tools.function.{key}", "tools", cell)
             elif name != "type" and value not in EMPTY:
                 yield _Field(("tools", number, name), f"tools.{name}", "tools", value)
+
+
+def _is_in(value: str, text: str) -> bool:
+    # Templates may change white space.
+    return value in text or "".join(value.split()) in "".join(text.split())
 
 
 def _try(render: Callable[[Chat], str], chat: Chat) -> str | None:

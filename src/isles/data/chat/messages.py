@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from isles.config.sections.model import OWN_VARIABLES
+from isles.data.chat.fields import TemplateRefusal
 from isles.data.sources.rows import (
     EMPTY,
+    Chat,
     FieldError,
     Message,
     checked_text,
@@ -39,6 +41,7 @@ _SAME_ROLE = {
 
 _FORM = 'write each message as {"role": "user", "content": "TEXT"}, answers with "assistant"'
 _ARGUMENTS = ("arguments", "parameters")
+_VARIABLES = "chat_template_kwargs"
 _NOT_ARGUMENTS = frozenset(("id", "type", "index", "function", "name"))
 _ROLE_NAMES = ("role", "from")
 _CONTENT_NAMES = ("content", "value")
@@ -327,6 +330,33 @@ def read_variables(value: object, name: str, where: str) -> dict[str, Any]:
             fix=f"remove {taken} from it",
         )
     return {key: cell for key, cell in value.items() if cell is not None}
+
+
+def check_values(chat: Chat) -> None:
+    """Refuse values that JSON does not have, such as bytes. TemplateRefusal: with their place."""
+    parts: list[tuple[str, object, str]] = [
+        (f"messages[{index}].{key}", value, key)
+        for index, message in enumerate(chat.messages)
+        for key, value in message.items()
+        if type(value) is not str
+    ]
+    parts += [("tools", chat.tools, "tools"), (_VARIABLES, chat.variables, _VARIABLES)]
+    for at, value, ignore in parts:
+        for place, odd in _not_json(value, at):
+            raise TemplateRefusal(f"{place} holds {show(odd)}, which JSON does not have", ignore)
+
+
+def _not_json(value: object, at: str) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        for key, cell in value.items():
+            if not isinstance(key, str | int):
+                yield f"{at}, as a name,", key
+            yield from _not_json(cell, f"{at}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, cell in enumerate(value):
+            yield from _not_json(cell, f"{at}[{number}]")
+    elif not isinstance(value, str | int | float | None):
+        yield at, value
 
 
 def check_answers(

@@ -23,12 +23,12 @@ from isles.data.chat.fields import (
     CallForm,
     FieldProbe,
     TemplateRefusal,
-    check_values,
     fields_to_ignore,
     find_form,
     in_form,
     kind_of,
 )
+from isles.data.chat.messages import check_values
 from isles.data.sources.files import decode, opened
 from isles.data.sources.rows import Chat, FieldError, Message
 from isles.data.tokens.tokenizer import TURN_ENDS, TURN_STARTS
@@ -182,8 +182,9 @@ class ChatTemplate:
         self._use(chat.variables)
         given = self._prepare(chat)
         text, marked = self._render_marked(given.messages)
+        trained = range(len(chat.messages)) if train_on == "all" else wanted
         unread = [
-            *self._fields.check(chat, text, self._text_of, self._is_named),
+            *self._fields.check(chat, text, self._text_of, self._is_named, trained),
             *(f"chat_template_kwargs.{name}" for name in others),
         ]
         if train_on == "all":
