@@ -449,6 +449,8 @@ def test_what_is_not_text_is_refused_with_what_it_is(tmp_path):
         ("a.md", bytes(100), "not text"),
         ("a.csv", b"text;n\na;1\n", "separated by semicolons"),
         ("a.json", b'{\n "data": [{"text": "a"}]\n}\n', "jq -c '.KEY[]'"),
+        ("a.jsonl", lines([[{"role": "user", "content": "a"}]]), "jq -c '{messages: .}'"),
+        ("a.jsonl", b'"some text"\n', "jq -c '{text: .}'"),
         ("a.csv", b"text\rone\rtwo\r", "tr "),
         ("a.tsv", b"text,n\na,1\n", "separated by commas"),
     ):

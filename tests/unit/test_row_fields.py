@@ -180,7 +180,7 @@ def test_rows_as_other_trainers_have_them(row, kind, parts):
     ({"messages": [{**U, "role": "critic"}, A]}, "chat", "not the name of a role"),
     ({"messages": [{**U, "role": "developer"}, A]}, "chat", "content of message 0 (developer)"),
     ({"messages": [U, {**A, "thinking": "It is wet"}]}, "chat", "the thinking of message 1"),
-    ({"messages": [U, {**A, "content": None, "refusal": "I cannot"}]}, "chat", "holds null"),
+    ({"messages": [U, {**A, "content": None, "refusal": "I cannot"}]}, "chat", "has refusal"),
 )
 def test_rows_that_cannot_be_trained_say_why(row, kind, what):
     error = refusal(row, type=kind)
@@ -210,6 +210,27 @@ def test_calls_in_old_forms_are_ignored_by_the_printed_name():
         assert error.fix.endswith("ignore_fields: [tool_calls]")
         text, unread = outcome(row, template="GRANITE_33", ignore_fields=["tool_calls"])
         assert "No." in text and "Bonn" not in text and not unread
+
+
+@each(
+    ("role", {}, {"messages": [U, A]}),
+    ("from", {}, {"conversations": turns(*SHARED.items())}),
+    ("messages", {}, {"messages": [U, A]}),
+    ("messages", {"messages": "talk"}, {"talk": [U, A]}),
+    ("chosen", {"type": "preference"}, {"prompt": "a", "chosen": "b", "rejected": "c"}),
+    ("text", {"type": "text"}, {"text": "a"}),
+)
+def test_a_field_that_each_row_needs_is_not_ignored(ignored, more, row):
+    source = {"columns": more} if "messages" in more else more
+    error = refusal(row, ignore_fields=[ignored], **source)
+    assert error.where == "data.sources.ignore_fields" and "delete" in error.fix, error
+
+
+@each(TOOL, json.dumps(TOOL), [json.dumps(TOOL)], [TOOL])
+def test_tools_in_every_form_are_read(tools):
+    assert outcome({"messages": [U, A], "tools": tools}) == outcome(
+        {"messages": [U, A], "tools": [TOOL]}
+    )
 
 
 def notes(*rows: dict[str, Any], **source: Any) -> list[str]:

@@ -43,7 +43,7 @@ _FORM = 'write each message as {"role": "user", "content": "TEXT"}, answers with
 _ARGUMENTS = ("arguments", "parameters")
 _VARIABLES = "chat_template_kwargs"
 _NOT_ARGUMENTS = frozenset(("id", "type", "index", "function", "name"))
-_ROLE_NAMES = ("role", "from")
+ROLE_NAMES = ("role", "from")
 _CONTENT_NAMES = ("content", "value")
 _TRAIN_NAMES = ("train", "training", "trainable", "train_on", "train_on_turn", "weight", "loss")
 """Fields of OpenAI and of other trainers that exclude a message from training."""
@@ -118,7 +118,7 @@ def _read_message(
 ) -> Message:
     if not isinstance(value, Mapping):
         raise wrong_type(value, at, "a message with role and content", where, _FORM)
-    role_key = _key(value, keys.get("role"), _ROLE_NAMES, "role", at, where)
+    role_key = _key(value, keys.get("role"), ROLE_NAMES, "role", at, where)
     role = _role(value[role_key], f"{at}.{role_key}", where)
     # Columnar files fill what a message lacks with null.
     message = {k: v for k, v in value.items() if v is not None and k != role_key}
@@ -135,6 +135,15 @@ def _read_message(
         content_key = _key(value, keys.get("content"), _CONTENT_NAMES, "content", at, where)
         message.pop(content_key, None)
         content_at = f"{at}.{content_key}"
+        others = [key for key, cell in message.items() if key != "role" and cell not in EMPTY]
+        if value[content_key] is None and others:
+            raise DataError(
+                f"{content_at} is null, and the message also has {', '.join(others)}",
+                where=where,
+                fix=f"write the text of the message into {content_key}, or set "
+                f"data.sources.columns: {{content: {others[0]}}} if all messages have it there, or "
+                "remove that row",
+            )
         message["content"] = _content(value[content_key], content_at, where, role, unread)
     else:
         message["content"] = ""
@@ -313,6 +322,10 @@ def read_tools(value: object, name: str, where: str) -> list[dict[str, Any]] | N
     value = from_json_text(value, f"column {name!r}", where) if value != "" else None
     if value is None:
         return None
+    if isinstance(value, Mapping) and {"name", "function"} & value.keys():
+        value = [value]
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        value = [from_json_text(one, f"{name}[{i}]", where) for i, one in enumerate(value)]
     if not isinstance(value, Sequence) or not all(isinstance(tool, Mapping) for tool in value):
         raise wrong_type(value, f"column {name!r}", "a list of tools (JSON schemas)", where)
     return [dict(tool) for tool in value] or None

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from isles.data.chat.messages import (
+    ROLE_NAMES,
     check_answers,
     read_messages,
     read_tools,
@@ -58,6 +59,7 @@ class TalkParser(Parser):
         self._train_key = columns.get("train")
         self._has_template = has_template
         self._trains_all = trains_all
+        self._check_read(*ROLE_NAMES, self._keys.get("role", "role"))
 
     def check(self, names: Sequence[str], where: str) -> None:
         for key in ("tools", "system", "chat_template_kwargs"):
@@ -139,8 +141,9 @@ class ChatParser(TalkParser):
 
     def _column(self, names: Sequence[str], where: str) -> str:
         for name in self._choice:
-            if name in names:
+            if name in names and name not in self.ignored:
                 return name
+        self._check_read(*self._choice)
         raise self.with_fix(missing_column(self._choice[0], names, where, key="messages"))
 
 

@@ -214,9 +214,18 @@ class Parser(ABC):
     def _need(self, key: str, names: Sequence[str], where: str) -> str:
         # What the data calls a column, which must be among these names.
         name = self._names[key]
+        self._check_read(name)
         if name not in names:
             raise self.with_fix(missing_column(name, names, where, key=key))
         return name
+
+    def _check_read(self, *names: str) -> None:
+        if found := sorted(self.ignored & {*names}):
+            what, where = (
+                f"{found[0]} is listed, but each row needs it",
+                "data.sources.ignore_fields",
+            )
+            raise DataError(what, where=where, fix=f"delete {found[0]} from ignore_fields")
 
     def _text(self, key: str, row: Row, *, may_miss: bool = False) -> str:
         # The text of a column; "" where it is missing or null and may be.
@@ -231,8 +240,7 @@ class Parser(ABC):
 
 
 ChunkStart = dict[str, Any]
-"""Where a chunk of rows begins: plain JSON that only the kind of source that made it understands.
-"""
+"""Where a chunk of rows begins: plain JSON that only the source that made it understands."""
 
 
 class Chunk(NamedTuple):
@@ -433,20 +441,16 @@ def missing_column(column: str, names: Sequence[str], where: str, *, key: str) -
         )
     near = get_close_matches(column, names, n=1) or (names if len(names) == 1 else ["ITS_NAME"])
     choice = near[0]
+    fix = ""
     if key == "text_column":
         fix = f"set data.sources.text_column to {choice}"
     elif choice == key:
         fix = f"delete {key} from data.sources.columns, because the data has that name"
-    else:
-        fix = ""
     listed = ", ".join(map(str, names)) or "none"
     what = f"column {column!r} not found; the columns are {listed}"
     if not fix:
-        columns = {key: choice}
-        rest = _NEEDS.get(key, "")
-        return FieldError(
-            what, where=where, fix="set", columns=columns, rest=rest, id="data.column"
-        )
+        more = {"columns": {key: choice}, "rest": _NEEDS.get(key, "")}
+        return FieldError(what, where=where, fix="set", id="data.column", **more)
     return DataError(what, where=where, fix=fix, id="data.column")
 
 
