@@ -83,6 +83,7 @@ def test_fields_of_public_chats_are_named(row, unread):
     ({"conversations": turns(*SHARED.items(), ("human", "Snow?"), ("gpt", "Yes."), weight=0)}),
     ({"messages": [U, A, U, {**A, "content": "Yes.", "trainable": False}]}),
     ({"messages": [U, A, U, {**A, "content": "Yes.", "train_on_turn": 0}]}),
+    ({"messages": [U, A, U, {**A, "content": "Yes.", "loss_mask": 0}]}),
 )
 def test_turns_that_a_field_excludes_are_not_trained(row):
     text, unread = outcome(row)
@@ -210,6 +211,30 @@ def test_calls_in_old_forms_are_ignored_by_the_printed_name():
         assert error.fix.endswith("ignore_fields: [tool_calls]")
         text, unread = outcome(row, template="GRANITE_33", ignore_fields=["tool_calls"])
         assert "No." in text and "Bonn" not in text and not unread
+
+
+def test_a_mask_of_a_message_is_not_guessed():
+    row = {"messages": [U, A, U, {**A, "content": "Yes.", "mask": True}]}
+    assert "messages[3].mask is bool 'True'" in refusal(row).what
+    assert "[[Yes." in outcome(row, ignore_fields=["mask"])[0]
+    assert "[[Yes." in outcome(row, columns={"train": "mask"})[0]
+
+
+@each(
+    ({"messages": [U, A]}, "chat"),
+    ({"prompt": "Rain?", "completion": "No."}, "instruct"),
+    ({"prompt": "Rain?", "chosen": "No.", "rejected": "Yes."}, "preference"),
+)
+def test_rows_that_a_column_excludes_are_not_trained_and_named(row, kind):
+    for name, no, yes in (("weight", 0, 1), ("weight", 0.0, 1.0), ("train", False, True)):
+        rows = [{**row, name: no}, {**row, name: yes}]
+        own, tally = encoder(type=kind), Tally("any", 0.0)
+        read = [Row("f:1", one) for one in rows]
+        first, second = encode_each(read, own, tally)
+        assert not first and second and tally.num_empty == 1
+        assert tally.record()["unread"] == {f"{name}: 0 (the row is not trained)": 1}
+        assert all(encode_each(read, encoder(type=kind, ignore_fields=[name]), Tally("any", 0.0)))
+    assert notes({**row, "weight": 0.5}, type=kind)[0].endswith("weight 100 %")
 
 
 @each(

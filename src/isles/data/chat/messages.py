@@ -41,11 +41,21 @@ _SAME_ROLE = {
 
 _FORM = 'write each message as {"role": "user", "content": "TEXT"}, answers with "assistant"'
 _ARGUMENTS = ("arguments", "parameters")
+_MASK = "mask"
 _VARIABLES = "chat_template_kwargs"
 _NOT_ARGUMENTS = frozenset(("id", "type", "index", "function", "name"))
 ROLE_NAMES = ("role", "from")
 _CONTENT_NAMES = ("content", "value")
-_TRAIN_NAMES = ("train", "training", "trainable", "train_on", "train_on_turn", "weight", "loss")
+_TRAIN_NAMES = (
+    "train",
+    "training",
+    "trainable",
+    "train_on",
+    "train_on_turn",
+    "weight",
+    "loss",
+    "loss_mask",
+)
 """Fields of OpenAI and of other trainers that exclude a message from training."""
 
 
@@ -287,6 +297,15 @@ def take_masks(
     for index, message in enumerate(messages):
         if len(message) == 2:
             continue  # most have a role and content alone
+        if message["role"] == "assistant" and _MASK in message and not train_key:
+            raise FieldError(
+                f"{name}[{index}].{_MASK} is {show(message[_MASK])}, which may include or exclude "
+                "the message",
+                where=where,
+                fix=f"set data.sources.columns: {{train: {_MASK}}} if 0 excludes it from training, "
+                "write train: false instead, or train these messages like all others:",
+                ignore=[_MASK],
+            )
         said = dict[str, bool]()
         for key in (train_key,) if train_key else _TRAIN_NAMES:
             if key not in message:

@@ -23,6 +23,7 @@ from isles.data.sources.rows import (
     Chat,
     Continuation,
     FieldError,
+    Item,
     Message,
     Pair,
     Parser,
@@ -43,6 +44,9 @@ class TalkParser(Parser):
     `columns.train` names a field of messages, not a column.
     """
 
+    _WEIGHTS = ("weight", "train", "training", "trainable")
+    """Columns of which 0 or false excludes a row from training."""
+
     _BESIDE = ("system", "tools", "functions", "chat_template_kwargs")
 
     def __init__(
@@ -59,12 +63,25 @@ class TalkParser(Parser):
         self._train_key = columns.get("train")
         self._has_template = has_template
         self._trains_all = trains_all
+        self._weights = {*self._WEIGHTS} - self.wanted - self.ignored
+        self.wanted |= self._weights
         self._check_read(*ROLE_NAMES, self._keys.get("role", "role"))
 
     def check(self, names: Sequence[str], where: str) -> None:
         for key in ("tools", "system", "chat_template_kwargs"):
             if key in self._named:
                 self._need(key, names, where)
+
+    def read(self, row: Row) -> Item | None:
+        """Parse a row as `Parser.read`; None also if a column excludes the row from training."""
+        said = {key: str(row.columns.get(key, "")).lower() for key in self._weights}
+        for name, text in said.items():
+            if text in ("0", "0.0", "false"):
+                self.unread = {f"{name}: 0 (the row is not trained)"}
+                return None
+        item = super().read(row)
+        self.unread |= {key for key in said if said[key] not in ("", "none", "1", "1.0", "true")}
+        return item
 
     def _read_messages(self, value: object, name: str, row: Row) -> list[Message]:
         keys, where = self._keys, row.where

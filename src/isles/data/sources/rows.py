@@ -449,7 +449,7 @@ def missing_column(column: str, names: Sequence[str], where: str, *, key: str) -
     listed = ", ".join(map(str, names)) or "none"
     what = f"column {column!r} not found; the columns are {listed}"
     if not fix:
-        more = {"columns": {key: choice}, "rest": _NEEDS.get(key, "")}
+        more: dict[str, Any] = {"columns": {key: choice}, "rest": _NEEDS.get(key, "")}
         return FieldError(what, where=where, fix="set", id="data.column", **more)
     return DataError(what, where=where, fix=fix, id="data.column")
 
