@@ -11,7 +11,8 @@ import pytest
 from isles.config.sections.data import SourceConfig
 from isles.data.chat import fields
 from isles.data.chat.template import chat_prompt, describe_template, use_template
-from isles.data.sources.rows import Row, Tally, unread_message
+from isles.data.sources.names import unread_message
+from isles.data.sources.rows import Row, Tally
 from isles.data.tokens.encode import Encoder, encode_each
 from isles.data.tokens.tokenizer import train_tokenizer
 from isles.errors import DataError

@@ -213,6 +213,21 @@ def test_calls_in_old_forms_are_ignored_by_the_printed_name():
         assert "No." in text and "Bonn" not in text and not unread
 
 
+def test_answers_that_begin_otherwise_than_generation_are_named_once(monkeypatch):
+    prompts = templates.QWEN_25.rstrip().removesuffix("{%- endif -%}")
+    prompts += "{{- '<think>\\n' -}}{%- endif -%}"
+    assert prompts.count("add_generation_prompt") == 1
+    monkeypatch.setattr(templates, "PROMPTS", prompts, raising=False)
+    plain, thinks = {"messages": [U, A]}, {**A, "content": "<think>\nwet\n</think>\n\nNo."}
+    own, tally = encoder("PROMPTS"), Tally("any", 0.0)
+    encode_each([Row("f:1", row) for row in (plain, plain)], own, tally)
+    (note,) = field_notes(0, SourceConfig(path="a", type="chat"), tally.record())
+    assert r"prompt ends with '<think>\n', but trained answers begin otherwise (100 %" in note
+    own, tally = encoder("PROMPTS"), Tally("any", 0.0)
+    encode_each([Row("f:1", {"messages": [U, thinks]})], own, tally)
+    assert not list(field_notes(0, SourceConfig(path="a", type="chat"), tally.record()))
+
+
 def test_a_mask_of_a_message_is_not_guessed():
     row = {"messages": [U, A, U, {**A, "content": "Yes.", "mask": True}]}
     assert "messages[3].mask is bool 'True'" in refusal(row).what
@@ -232,7 +247,8 @@ def test_rows_that_a_column_excludes_are_not_trained_and_named(row, kind):
         read = [Row("f:1", one) for one in rows]
         first, second = encode_each(read, own, tally)
         assert not first and second and tally.num_empty == 1
-        assert tally.record()["unread"] == {f"{name}: 0 (the row is not trained)": 1}
+        (note,) = field_notes(0, SourceConfig(path="a", type=kind), tally.record())
+        assert f"{name}: 0 or false excludes rows from training (50 % of the rows)" in note
         assert all(encode_each(read, encoder(type=kind, ignore_fields=[name]), Tally("any", 0.0)))
     assert notes({**row, "weight": 0.5}, type=kind)[0].endswith("weight 100 %")
 

@@ -57,6 +57,7 @@ class Dialogue:
         early: the part of the header that an answer has too if messages follow.
         closing: text behind every answer.
         last: text behind the last answer.
+        prompt_end: the end of the generation prompt that a plain answer does not begin with.
     """
 
     special: SpecialTokens
@@ -65,6 +66,7 @@ class Dialogue:
     early: str = ""
     closing: str = ""
     last: str = ""
+    prompt_end: str = ""
 
     @classmethod
     def find(
@@ -103,7 +105,8 @@ class Dialogue:
         except TemplateRefusal:
             long = short
         closing = short[: special.common_length(short, long)]
-        return cls(special, user_token, header, early, closing, short)
+        prompt_end = prompted[len(header) :]
+        return cls(special, user_token, header, early, closing, short, prompt_end)
 
     @property
     def stop_token(self) -> str | None:
@@ -129,6 +132,12 @@ class Dialogue:
             # The last answer ends with another token than those before it.
             return behind.index(token) + len(token)
         return len(self.closing) if behind.startswith(self.closing) else 0
+
+    def begins_otherwise(self, text: str, start: int) -> bool:
+        """Whether an answer at this place of a text does not begin as the prompt ends."""
+        end = self.prompt_end.strip()
+        is_before = text[:start].rstrip().endswith(end)
+        return not (is_before or text[start:].lstrip().startswith(end))
 
     def last_header(self, before: str) -> Span | None:
         """The last header in a text before an answer; the answer begins behind it.

@@ -18,6 +18,7 @@ from isles.data.chat.messages import (
     read_variables,
     take_masks,
 )
+from isles.data.sources.names import Remark
 from isles.data.sources.rows import (
     EMPTY,
     Chat,
@@ -77,7 +78,7 @@ class TalkParser(Parser):
         said = {key: str(row.columns.get(key, "")).lower() for key in self._weights}
         for name, text in said.items():
             if text in ("0", "0.0", "false"):
-                self.unread = {f"{name}: 0 (the row is not trained)"}
+                self.unread = {Remark(f"{name}: 0 or false excludes rows from training")}
                 return None
         item = super().read(row)
         self.unread |= {key for key in said if said[key] not in ("", "none", "1", "1.0", "true")}

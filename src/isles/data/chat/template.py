@@ -30,6 +30,7 @@ from isles.data.chat.fields import (
 )
 from isles.data.chat.messages import check_values
 from isles.data.sources.files import decode, opened
+from isles.data.sources.names import Remark
 from isles.data.sources.rows import Chat, FieldError, Message
 from isles.data.tokens.tokenizer import TURN_ENDS, TURN_STARTS
 from isles.errors import DataError
@@ -59,7 +60,7 @@ class Rendered:
         spans: the trained characters, in order.
         ends_open: whether an end-of-text token must follow, because the template does not end the
             assistant's last turn with a special token at which generation could stop.
-        unread: fields of the conversation that do not affect the text.
+        unread: fields of the conversation that do not affect the text, and remarks.
     """
 
     text: str
@@ -194,6 +195,13 @@ class ChatTemplate:
         else:
             find = self._answers.find
             spans = [find(number, given, text, self._dialogue, where) for number in wanted]
+            if any(self._dialogue.begins_otherwise(text, start) for start, _ in spans):
+                unread.append(
+                    Remark(
+                        f"the generation prompt ends with {self._dialogue.prompt_end!r}, but "
+                        "trained answers begin otherwise"
+                    )
+                )
         is_closed = self._dialogue.has_end or text.rstrip().endswith(self._special.all)
         ends_open = chat.messages[-1]["role"] == "assistant" and not is_closed
         return Rendered(text, spans, ends_open=ends_open, unread=unread)

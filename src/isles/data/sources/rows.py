@@ -14,9 +14,8 @@ from difflib import get_close_matches
 from threading import Event
 from typing import Any, NamedTuple
 
-from isles.data.sources.names import ignored_names
+from isles.data.sources.names import Remark, ignored_names
 from isles.errors import DataError
-from isles.facts.units import printable
 
 log = logging.getLogger(__name__)
 
@@ -328,6 +327,7 @@ class Tally:
         self.num_empty = 0
         self.num_bad = 0
         self._unread = Counter[str]()
+        self._remarks = Counter[str]()
         self._ignored = set[str]()
 
     def bad(self, number: int, error: DataError) -> None:
@@ -336,11 +336,11 @@ class Tally:
         self._first = sorted([*self._first, (number, error)], key=lambda entry: entry[0])[:LISTED]
 
     def unread(self, names: Iterable[str], ignored: frozenset[str] = frozenset()) -> None:
-        """Note the fields of one row that nothing reads; ignored names separately."""
-        if not ignored:
-            self._unread.update(names)
-            return
+        """Note the fields of one row that nothing reads; ignored names and remarks separately."""
         for name in names:
+            if isinstance(name, Remark):
+                self._remarks[str(name)] += 1
+                continue
             bare = name.rpartition(".")[2]
             if bare in ignored:
                 self._ignored.add(bare)
@@ -365,22 +365,8 @@ class Tally:
             "first_bad": [[error.where, error.what, error.fix] for _, error in self._first],
             "unread": {name[:100]: count for name, count in unread[:MOST_UNREAD]},
             "ignored": sorted(self._ignored),
+            "remarks": dict(self._remarks.most_common(MOST_UNREAD)),
         }
-
-
-def unread_message(record: Mapping[str, Any]) -> str:
-    """The fields that nothing reads, with their shares of rows: `history 100 %, weight 3 %`."""
-    rows = max(1, record.get("rows", 0))
-    shares = {name: 100 * count / rows for name, count in record.get("unread", {}).items()}
-    return ", ".join(
-        f"{printable(name)} {share:.{0 if share >= 1 else 2}f} %" for name, share in shares.items()
-    )
-
-
-def log_unread(name: str, record: Mapping[str, Any]) -> None:
-    """Log the fields of a `Tally.record` that nothing reads, if there are any."""
-    if fields := unread_message(record):
-        log.info("source=%s has fields that nothing reads (share of rows): %s", name, fields)
 
 
 def judge_bad_rows(
