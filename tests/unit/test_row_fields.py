@@ -226,6 +226,14 @@ def test_answers_that_begin_otherwise_than_generation_are_named_once(monkeypatch
     own, tally = encoder("PROMPTS"), Tally("any", 0.0)
     encode_each([Row("f:1", {"messages": [U, thinks]})], own, tally)
     assert not list(field_notes(0, SourceConfig(path="a", type="chat"), tally.record()))
+    # What the prompt supplies is not trained, also if a message decides it.
+    text = outcome({"messages": [U, thinks]}, template="PROMPTS")[0]
+    assert "<think>\n[[wet\n</think>" in text
+    choice = "'<think></think>' if messages[0].content == '/no_think' else '<think>\\n'"
+    monkeypatch.setattr(templates, "PROMPTS", prompts.replace("'<think>\\n'", choice))
+    system = {"role": "system", "content": "/no_think"}
+    row = {"messages": [system, U, {**A, "content": "<think></think>No."}]}
+    assert "<think></think>[[No." in outcome(row, template="PROMPTS")[0]
 
 
 def test_a_mask_of_a_message_is_not_guessed():

@@ -133,12 +133,6 @@ class Dialogue:
             return behind.index(token) + len(token)
         return len(self.closing) if behind.startswith(self.closing) else 0
 
-    def begins_otherwise(self, text: str, start: int) -> bool:
-        """Whether an answer at this place of a text does not begin as the prompt ends."""
-        end = self.prompt_end.strip()
-        is_before = text[:start].rstrip().endswith(end)
-        return not (is_before or text[start:].lstrip().startswith(end))
-
     def last_header(self, before: str) -> Span | None:
         """The last header in a text before an answer; the answer begins behind it.
 

@@ -46,7 +46,7 @@ class TalkParser(Parser):
     """
 
     _WEIGHTS = ("weight", "train", "training", "trainable")
-    """Columns of which 0 or false excludes a row from training."""
+    """Columns that exclude a row from training with 0 or false."""
 
     _BESIDE = ("system", "tools", "functions", "chat_template_kwargs")
 

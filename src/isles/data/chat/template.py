@@ -195,16 +195,31 @@ class ChatTemplate:
         else:
             find = self._answers.find
             spans = [find(number, given, text, self._dialogue, where) for number in wanted]
-            if any(self._dialogue.begins_otherwise(text, start) for start, _ in spans):
-                unread.append(
-                    Remark(
-                        f"the generation prompt ends with {self._dialogue.prompt_end!r}, but "
-                        "trained answers begin otherwise"
-                    )
-                )
+            if self._dialogue.prompt_end.strip():
+                for place, number in enumerate(wanted):
+                    spans[place], remarks = self._behind_prompt(number, given, text, spans[place])
+                    unread += [remark for remark in remarks if remark not in unread]
         is_closed = self._dialogue.has_end or text.rstrip().endswith(self._special.all)
         ends_open = chat.messages[-1]["role"] == "assistant" and not is_closed
         return Rendered(text, spans, ends_open=ends_open, unread=unread)
+
+    def _behind_prompt(
+        self, number: int, chat: Chat, text: str, span: Span
+    ) -> tuple[Span, Sequence[Remark]]:
+        # The answer without what the generation prompt supplies, or a remark that it begins
+        # otherwise.
+        try:
+            prompt = self._render(chat.messages[:number], prompts=True) if number else ""
+        except TemplateRefusal:
+            return span, ()
+        start, end = span
+        if text.startswith(prompt) and len(prompt) < end:
+            return (max(start, len(prompt)), end), ()
+        tail = prompt[self._special.common_length(prompt, text) :]
+        if not tail.strip() or text[:start].rstrip().endswith(tail.strip()):
+            return span, ()
+        what = f"the generation prompt ends with {tail!r}, but trained answers begin otherwise"
+        return span, (Remark(what),)
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """Messages as text, up to the start of the assistant's answer."""
