@@ -12,7 +12,8 @@ import numpy as np
 
 from isles.config.sections.data import SourceConfig
 from isles.data.sources.find import open_source
-from isles.data.sources.rows import Row, Tally, unread_message
+from isles.data.sources.names import unread_message
+from isles.data.sources.rows import Row, Tally
 from isles.data.tokens.encode import Encoder, encode_each
 from isles.data.tokens.prepare import prepare
 from isles.data.tokens.store import TokenStore

@@ -17,7 +17,7 @@ from isles.config.sections.data import SourceConfig
 from isles.data.chat.template import describe_template
 from isles.data.show import shown_documents
 from isles.data.sources.find import open_source
-from isles.data.sources.rows import unread_message
+from isles.data.sources.names import unread_message
 from isles.data.tokens.encode import Encoder
 from isles.data.tokens.prepare import prepare
 from isles.data.tokens.store import TokenStore

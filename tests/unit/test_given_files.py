@@ -10,6 +10,8 @@ import json
 import lzma
 import re
 from collections.abc import Callable, Iterator
+from datetime import UTC, date, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +261,26 @@ def test_nulls_that_a_table_invents_are_no_part_of_a_row(tmp_path, monkeypatch):
     assert [parser.parse(row) for row in rows if isinstance(row, Row)] == want
 
 
+def test_dates_and_decimals_are_as_in_json_lines(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+    def rows(day: Any, at: Any, costs: Any, count: Any) -> list[dict[str, Any]]:
+        row = talk(call("weather", days=[day, None], at=at, costs=costs, count=count))
+        return [{**row, "tools": [tool("weather", since={"minimum": day})]}]
+
+    at = datetime(2024, 2, 3, 4, 5, tzinfo=UTC)
+    values = rows(date(2024, 2, 3), at, Decimal("1.50"), Decimal(7))
+    (tmp_path / "a.jsonl").write_bytes(lines(rows("2024-02-03", at.isoformat(), 1.5, 7)))
+    want = items(tmp_path / "a.jsonl", "chat")
+    for name, write in (("a.parquet", parquet), ("a.arrow", arrow)):
+        (tmp_path / name).write_bytes(write(values))
+        assert items(tmp_path / name, "chat") == want, name
+    datasets.Dataset.from_list(values).save_to_disk(tmp_path / "saved")
+    assert items(tmp_path / "saved", "chat") == want
+
+
 def test_a_null_that_is_meant_stays(tmp_path):
     """In the JSON of JSON lines, and of a cell, from wherever it comes."""
     talks = [talk(call("weather", city="Bonn", unit=None))]
@@ -427,6 +449,8 @@ def test_what_is_not_text_is_refused_with_what_it_is(tmp_path):
         ("a.md", bytes(100), "not text"),
         ("a.csv", b"text;n\na;1\n", "separated by semicolons"),
         ("a.json", b'{\n "data": [{"text": "a"}]\n}\n', "jq -c '.KEY[]'"),
+        ("a.jsonl", lines([[{"role": "user", "content": "a"}]]), "jq -c '{messages: .}'"),
+        ("a.jsonl", b'"some text"\n', "jq -c '{text: .}'"),
         ("a.csv", b"text\rone\rtwo\r", "tr "),
         ("a.tsv", b"text,n\na,1\n", "separated by commas"),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ import pytest
 from isles.config.sections.data import SourceConfig
 from isles.data.chat import fields
 from isles.data.chat.template import chat_prompt, describe_template, use_template
-from isles.data.sources.rows import Row, Tally, unread_message
+from isles.data.sources.names import unread_message
+from isles.data.sources.rows import Row, Tally
 from isles.data.tokens.encode import Encoder, encode_each
 from isles.data.tokens.tokenizer import train_tokenizer
 from isles.errors import DataError
 from tests import chat_templates as templates
+from tests import model_templates
 from tests.data import prepare_file, trained_text, write_rows
 from tests.each import each
 
@@ -493,3 +496,80 @@ def test_the_fix_for_calls_names_the_tools_too():
     row = {"messages": [U, {**call(), "content": "I look."}, RESULT, A], "tools": [TOOL]}
     assert "ignore_fields: [tools, tool_calls]" in refusal_of(row, PLAIN).fix
     assert "[[No." in text_of(row, PLAIN, ignore_fields=["tools", "tool_calls"])
+
+
+@each(
+    ([U, call({"file": b"ab"}), RESULT, A], "messages[1].tool_calls[0].function.arguments.file"),
+    ([U, call(), {**RESULT, "content": {"took": timedelta(1)}}, A], "messages[2].content.took"),
+    ({"messages": [U, A], "tools": [{**TOOL, "icon": b"ab"}]}, "tools[0].icon"),
+    ({"messages": [U, A], "chat_template_kwargs": {"a": b"ab"}}, "chat_template_kwargs.a"),
+    ([{**U, "image": b"ab"}, A], "messages[0].image"),
+)
+def test_values_that_json_does_not_have_are_refused_by_name(row, name):
+    for template in (KNOWS, FORMS["printed"]):
+        assert f"{name} holds " in refusal_of(row, template).what
+    if name.endswith("image"):
+        assert "[[No." in text_of(row, ignore_fields=["image"])
+
+
+CITY = {"city": "Bonn"}
+
+
+@each(
+    {"role": "assistant", "tool_calls": [{"name": "weather", "parameters": CITY}]},
+    {"role": "assistant", "tool_calls": [{"function": {"name": "weather"}, "parameters": CITY}]},
+    {"role": "assistant", "function_call": {"name": "weather", "parameters": json.dumps(CITY)}},
+    {"role": "function_call", "content": json.dumps({"name": "weather", "parameters": CITY})},
+)
+def test_parameters_of_a_call_are_its_arguments(message):
+    text, unread = encode_row({"messages": [U, message, RESULT, A]}, KNOWS)
+    assert '[[<call>weather{"city": "Bonn"}<|im_end|>]]' in text[0] and not unread
+
+
+def test_a_call_without_arguments_has_nothing_else():
+    for arguments in (None, "", " \n", {}):
+        assert "[[<call>weather{}<|im_end|>]]" in text_of([U, call(arguments), RESULT, A], KNOWS)
+    odd = {"name": "weather", "input": CITY, "function": "x"}
+    error = refusal_of([U, {"role": "assistant", "tool_calls": [odd]}, RESULT, A], KNOWS)
+    assert "messages[1].tool_calls[0] calls weather without arguments, but has input" in error.what
+    assert "ignore_fields: [input]" in error.fix
+    for row in (odd, {"function": odd}, json.dumps(odd)):
+        chat = [U, {"role": "assistant", "tool_calls": [row]}, RESULT, A]
+        (text,), unread = encode_row({"messages": chat}, KNOWS, ignore_fields=["input"])
+        assert "[[<call>weather{}<|im_end|>]]" in text and "input" not in unread
+    for given in (call(), {"role": "function_call", "content": json.dumps(OLD)}):
+        text = text_of([U, given, RESULT, A], KNOWS, ignore_fields=["arguments"])
+        assert "[[<call>weather{}<|im_end|>]]" in text
+
+
+@each("{city: Bonn", "[1]", '"Bonn"', "Bonn")
+def test_arguments_that_are_no_object_are_refused_unless_they_are_written_as_text(arguments):
+    error = refusal_of([U, call(arguments), RESULT, A], KNOWS)
+    assert f"those of weather are str {arguments!r}" in error.what and error.where == "f:1"
+    assert "repair" in error.fix
+    assert f"[[{arguments}weather" in text_of([U, call(arguments), RESULT, A], FORMS["printed"])
+
+
+CUTS = template_of(
+    "{%- if m.role == 'assistant' -%}{{- m.content.split('</think>')[-1] -}}"
+    "{%- else -%}{{- m.content -}}{%- endif -%}"
+)
+SPACES = template_of("{{- m.content | replace('\\n', '') -}}")
+QUOTES = template_of("{{- m.content | replace('<', '&lt;') -}}")
+
+
+def test_a_trained_answer_is_written_whole():
+    thinks = {**A, "content": "<think>\nwet\n</think>\n\nNo."}
+    for chat in ([U, thinks], [U, thinks, U, A]):
+        error = refusal_of(chat, CUTS)
+        assert "does not write a part of the content of message 1 (assistant)" in error.what
+        assert "'think' of '<think>" in error.what and "tokenizer.chat_template" in error.fix
+    for chat, how in (
+        ([U, {**thinks, "weight": 0}, U, A], {}),
+        ([U, thinks, U, A], {"train_on": "last"}),
+    ):
+        (text,), unread = encode_row({"messages": chat}, CUTS, **how)
+        assert "[[No." in text and "parts of messages.content" in unread
+    assert encode_row({"messages": [U, thinks]}, SPACES)[1] == ""
+    assert encode_row({"messages": [U, thinks]}, model_templates.GLM_45)[1] == ""
+    assert "parts of" in encode_row({"messages": [U, thinks]}, QUOTES)[1]

@@ -257,7 +257,7 @@ EXPECTED: dict[str, dict[str, list[str] | str]] = {
         "in turn": [deepseek(BONN), deepseek(ROME), "No.<eos>"],
         "text": [f"Let me look.{deepseek(BONN)}", "No.<eos>"],
         "none": [deepseek("{}"), "No.<eos>"],
-        "off": "is it thinking? | chat_template_kwargs",
+        "off": "did you mean thinking? | chat_template_kwargs",
         "thought": THOUGHT,
     },
     "GLM_45": {
@@ -300,7 +300,7 @@ EXPECTED: dict[str, dict[str, list[str] | str]] = {
     "GRANITE_33": {
         "chat": ["No.<|end_of_text|>", "Yes.<|end_of_text|>"],
         "calls": NO_CALLS,
-        "off": "is it thinking? | chat_template_kwargs",
+        "off": "did you mean thinking? | chat_template_kwargs",
         "developer": ["No.<|end_of_text|>"],
     },
     "OLMO_2": {

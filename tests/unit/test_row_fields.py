@@ -83,6 +83,7 @@ def test_fields_of_public_chats_are_named(row, unread):
     ({"conversations": turns(*SHARED.items(), ("human", "Snow?"), ("gpt", "Yes."), weight=0)}),
     ({"messages": [U, A, U, {**A, "content": "Yes.", "trainable": False}]}),
     ({"messages": [U, A, U, {**A, "content": "Yes.", "train_on_turn": 0}]}),
+    ({"messages": [U, A, U, {**A, "content": "Yes.", "loss_mask": 0}]}),
 )
 def test_turns_that_a_field_excludes_are_not_trained(row):
     text, unread = outcome(row)
@@ -180,7 +181,7 @@ def test_rows_as_other_trainers_have_them(row, kind, parts):
     ({"messages": [{**U, "role": "critic"}, A]}, "chat", "not the name of a role"),
     ({"messages": [{**U, "role": "developer"}, A]}, "chat", "content of message 0 (developer)"),
     ({"messages": [U, {**A, "thinking": "It is wet"}]}, "chat", "the thinking of message 1"),
-    ({"messages": [U, {**A, "content": None, "refusal": "I cannot"}]}, "chat", "holds null"),
+    ({"messages": [U, {**A, "content": None, "refusal": "I cannot"}]}, "chat", "has refusal"),
 )
 def test_rows_that_cannot_be_trained_say_why(row, kind, what):
     error = refusal(row, type=kind)
@@ -210,6 +211,75 @@ def test_calls_in_old_forms_are_ignored_by_the_printed_name():
         assert error.fix.endswith("ignore_fields: [tool_calls]")
         text, unread = outcome(row, template="GRANITE_33", ignore_fields=["tool_calls"])
         assert "No." in text and "Bonn" not in text and not unread
+
+
+def test_answers_that_begin_otherwise_than_generation_are_named_once(monkeypatch):
+    prompts = templates.QWEN_25.rstrip().removesuffix("{%- endif -%}")
+    prompts += "{{- '<think>\\n' -}}{%- endif -%}"
+    assert prompts.count("add_generation_prompt") == 1
+    monkeypatch.setattr(templates, "PROMPTS", prompts, raising=False)
+    plain, thinks = {"messages": [U, A]}, {**A, "content": "<think>\nwet\n</think>\n\nNo."}
+    own, tally = encoder("PROMPTS"), Tally("any", 0.0)
+    encode_each([Row("f:1", row) for row in (plain, plain)], own, tally)
+    (note,) = field_notes(0, SourceConfig(path="a", type="chat"), tally.record())
+    assert r"prompt ends with '<think>\n', but trained answers begin otherwise (100 %" in note
+    own, tally = encoder("PROMPTS"), Tally("any", 0.0)
+    encode_each([Row("f:1", {"messages": [U, thinks]})], own, tally)
+    assert not list(field_notes(0, SourceConfig(path="a", type="chat"), tally.record()))
+    # What the prompt supplies is not trained, also if a message decides it.
+    text = outcome({"messages": [U, thinks]}, template="PROMPTS")[0]
+    assert "<think>\n[[wet\n</think>" in text
+    choice = "'<think></think>' if messages[0].content == '/no_think' else '<think>\\n'"
+    monkeypatch.setattr(templates, "PROMPTS", prompts.replace("'<think>\\n'", choice))
+    system = {"role": "system", "content": "/no_think"}
+    row = {"messages": [system, U, {**A, "content": "<think></think>No."}]}
+    assert "<think></think>[[No." in outcome(row, template="PROMPTS")[0]
+
+
+def test_a_mask_of_a_message_is_not_guessed():
+    row = {"messages": [U, A, U, {**A, "content": "Yes.", "mask": True}]}
+    assert "messages[3].mask is bool 'True'" in refusal(row).what
+    assert "[[Yes." in outcome(row, ignore_fields=["mask"])[0]
+    assert "[[Yes." in outcome(row, columns={"train": "mask"})[0]
+
+
+@each(
+    ({"messages": [U, A]}, "chat"),
+    ({"prompt": "Rain?", "completion": "No."}, "instruct"),
+    ({"prompt": "Rain?", "chosen": "No.", "rejected": "Yes."}, "preference"),
+)
+def test_rows_that_a_column_excludes_are_not_trained_and_named(row, kind):
+    for name, no, yes in (("weight", 0, 1), ("weight", 0.0, 1.0), ("train", False, True)):
+        rows = [{**row, name: no}, {**row, name: yes}]
+        own, tally = encoder(type=kind), Tally("any", 0.0)
+        read = [Row("f:1", one) for one in rows]
+        first, second = encode_each(read, own, tally)
+        assert not first and second and tally.num_empty == 1
+        (note,) = field_notes(0, SourceConfig(path="a", type=kind), tally.record())
+        assert f"{name}: 0 or false excludes rows from training (50 % of the rows)" in note
+        assert all(encode_each(read, encoder(type=kind, ignore_fields=[name]), Tally("any", 0.0)))
+    assert notes({**row, "weight": 0.5}, type=kind)[0].endswith("weight 100 %")
+
+
+@each(
+    ("role", {}, {"messages": [U, A]}),
+    ("from", {}, {"conversations": turns(*SHARED.items())}),
+    ("messages", {}, {"messages": [U, A]}),
+    ("messages", {"messages": "talk"}, {"talk": [U, A]}),
+    ("chosen", {"type": "preference"}, {"prompt": "a", "chosen": "b", "rejected": "c"}),
+    ("text", {"type": "text"}, {"text": "a"}),
+)
+def test_a_field_that_each_row_needs_is_not_ignored(ignored, more, row):
+    source = {"columns": more} if "messages" in more else more
+    error = refusal(row, ignore_fields=[ignored], **source)
+    assert error.where == "data.sources.ignore_fields" and "delete" in error.fix, error
+
+
+@each(TOOL, json.dumps(TOOL), [json.dumps(TOOL)], [TOOL])
+def test_tools_in_every_form_are_read(tools):
+    assert outcome({"messages": [U, A], "tools": tools}) == outcome(
+        {"messages": [U, A], "tools": [TOOL]}
+    )
 
 
 def notes(*rows: dict[str, Any], **source: Any) -> list[str]:

@@ -14,8 +14,7 @@ import numpy.typing as npt
 from isles.config.sections.data import DataConfig, SourceConfig
 from isles.data.builders import Ranges, make_table
 from isles.data.samples import SampleCounts
-from isles.data.sources.names import bare_name, ignored_names
-from isles.data.sources.rows import unread_message
+from isles.data.sources.names import bare_name, ignored_names, remarks_of, unread_message
 from isles.data.tokens.store import TokenStore
 from isles.facts.units import printable
 
@@ -65,7 +64,7 @@ class Figures:
 
 
 def field_notes(number: int, source: SourceConfig, record: Mapping[str, Any]) -> Iterator[str]:
-    """Lines for the user: the fields that nothing reads, and ignored fields that no row has.
+    """Lines for the user: unread fields, remarks, and ignored fields that no row has.
 
     Args:
         number: number of the source in the run file, from 0.
@@ -74,6 +73,8 @@ def field_notes(number: int, source: SourceConfig, record: Mapping[str, Any]) ->
     key = f"data.sources.{number}"
     if unread := unread_message(record):
         yield f"{key} ({source.path}): nothing reads these fields (share of rows): {unread}"
+    for text in remarks_of(record):
+        yield f"{key} ({source.path}): {text}"
     found = record.get("ignored")
     if found is None or not record.get("rows"):
         return

@@ -57,6 +57,7 @@ class Dialogue:
         early: the part of the header that an answer has too if messages follow.
         closing: text behind every answer.
         last: text behind the last answer.
+        prompt_end: the end of the generation prompt that a plain answer does not begin with.
     """
 
     special: SpecialTokens
@@ -65,6 +66,7 @@ class Dialogue:
     early: str = ""
     closing: str = ""
     last: str = ""
+    prompt_end: str = ""
 
     @classmethod
     def find(
@@ -103,7 +105,8 @@ class Dialogue:
         except TemplateRefusal:
             long = short
         closing = short[: special.common_length(short, long)]
-        return cls(special, user_token, header, early, closing, short)
+        prompt_end = prompted[len(header) :]
+        return cls(special, user_token, header, early, closing, short, prompt_end)
 
     @property
     def stop_token(self) -> str | None:

@@ -6,15 +6,16 @@ Both use probes: isles replaces a value by a mark, and searches the rendered tex
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
-from isles.data.sources.rows import EMPTY, Chat, Message
+from isles.data.sources.rows import EMPTY, Chat, Message, show
 from isles.errors import DataError
 
 FIXED_DAY = datetime(2024, 7, 26)
@@ -89,8 +90,9 @@ def _in_form(message: Message, form: CallForm) -> Message:
         if form.fills:
             function.setdefault("arguments", {})
         if "arguments" in function:
-            change = _as_text if form.arguments == "text" else _as_object
-            function["arguments"] = change(function["arguments"])
+            arguments = function["arguments"]
+            is_text = form.arguments == "text"
+            function["arguments"] = _as_text(arguments) if is_text else _as_object(function)
     changed = [{**call, "function": f} for call, f in zip(calls, functions, strict=True)]
     message = {**message, "tool_calls": changed}
     if not content:
@@ -117,10 +119,14 @@ def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _as_object(value: Any) -> Any:
-    if isinstance(value, str):
-        with suppress(ValueError, RecursionError):  # else the template is given the text as it is
-            return json.loads(value)
+def _as_object(function: Mapping[str, Any]) -> Any:
+    given = value = function["arguments"]
+    if isinstance(given, str):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(given)
+    if not isinstance(value, Mapping):
+        what = f"it takes arguments as a JSON object, but those of {function['name']} are"
+        raise TemplateRefusal(f"{what} {show(given)}", _CALLS)
     return value
 
 
@@ -256,15 +262,18 @@ class FieldProbe:
         text: str,
         render: Callable[[Chat], str],
         is_named: Callable[[str], bool],
+        trained: Container[int] = (),
     ) -> Sequence[str]:
         """The fields of a conversation that its text does not depend on.
 
-        TemplateRefusal: one of them is a message's content, a call, a thought or the tools.
+        TemplateRefusal: one of them is a message's content, a part of a trained answer, a call, a
+        thought or the tools.
 
         Args:
             text: the text that the template has made of it.
             render: makes the text of a changed conversation; raises TemplateRefusal.
             is_named: whether a name is anywhere in the template.
+            trained: numbers of the trained messages.
         """
         unread, doubtful, place = set[str](), list[_Field](), 0
         for index, message in enumerate(chat.messages):
@@ -282,7 +291,7 @@ class FieldProbe:
             for field in _fields_of_tools(chat.tools):
                 self._sort(field, text, unread, doubtful)
         if doubtful:
-            unread |= self._probe(doubtful, chat, text, render, is_named)
+            unread |= self._probe(doubtful, chat, text, render, is_named, trained)
         return sorted(unread) if unread else ()
 
     def _sort(self, field: _Field, text: str, unread: set[str], doubtful: list[_Field]) -> None:
@@ -301,6 +310,7 @@ class FieldProbe:
         text: str,
         render: Callable[[Chat], str],
         is_named: Callable[[str], bool],
+        trained: Container[int],
     ) -> set[str]:
         mark = unused_mark(text)
         marks = [f"{mark}f{number}q" for number in range(len(doubtful))]
@@ -316,7 +326,10 @@ class FieldProbe:
                 lost.append(field)
                 continue
             self._read.add(key)
-            if field.name == _CONTENT and field.role == "assistant" and field.value not in text:
+            is_answer = field.name == _CONTENT and field.role == "assistant"
+            if is_answer and not _is_in(field.value, text):
+                if field.place[1] in trained:
+                    self._judge_part(field, chat, render)
                 unread.add(f"parts of {_CONTENT}")
         for field in lost:
             # Another mark may be the reason.
@@ -353,6 +366,21 @@ class FieldProbe:
                     self._read.add((field.role, field.name))
         return unread
 
+    def _judge_part(self, field: _Field, chat: Chat, render: Callable[[Chat], str]) -> None:
+        # Refuse, unless the template writes the whole of it in the last answer.
+        asked = {"role": "user", "content": "Why?"}
+        answer = {"role": "assistant", "content": field.value}
+        text = _try(render, replace(chat, messages=[asked, answer], tools=None))
+        if text is None or _is_in(field.value, text):
+            return
+        lost = Counter(_WORD.findall(field.value)) - Counter(_WORD.findall(text))
+        if lost:  # else the template writes it in other characters
+            raise TemplateRefusal(
+                f"it does not write a part of the content of message {field.place[1]} (assistant), "
+                f"such as the word {next(iter(lost))!r} of {field.value[:40]!r}",
+                "",
+            )
+
     def _judge_lost(self, field: _Field, chat: Chat, render: Callable[[Chat], str]) -> None:
         # Refuse, unless it is a thought of a template that leaves out all but the last.
         at = field.place[1]
@@ -377,6 +405,7 @@ class FieldProbe:
             raise TemplateRefusal(f"it does not write the {key} of message {at}", key)
 
 
+_WORD = re.compile(r"\w+")
 _MOST_TRIES = 16
 """Number of rows to probe for a template's field before the field counts as unread."""
 
@@ -421,6 +450,11 @@ def _fields_of_tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[_Field]:
                         yield _Field(place, f"tools.function.{key}", "tools", cell)
             elif name != "type" and value not in EMPTY:
                 yield _Field(("tools", number, name), f"tools.{name}", "tools", value)
+
+
+def _is_in(value: str, text: str) -> bool:
+    # Templates may change white space.
+    return value in text or "".join(value.split()) in "".join(text.split())
 
 
 def _try(render: Callable[[Chat], str], chat: Chat) -> str | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from isles.config.sections.model import OWN_VARIABLES
+from isles.data.chat.fields import TemplateRefusal
 from isles.data.sources.rows import (
+    EMPTY,
+    Chat,
     FieldError,
     Message,
     checked_text,
@@ -37,9 +40,22 @@ _SAME_ROLE = {
 }
 
 _FORM = 'write each message as {"role": "user", "content": "TEXT"}, answers with "assistant"'
-_ROLE_NAMES = ("role", "from")
+_ARGUMENTS = ("arguments", "parameters")
+_MASK = "mask"
+_VARIABLES = "chat_template_kwargs"
+_NOT_ARGUMENTS = frozenset(("id", "type", "index", "function", "name"))
+ROLE_NAMES = ("role", "from")
 _CONTENT_NAMES = ("content", "value")
-_TRAIN_NAMES = ("train", "training", "trainable", "train_on", "train_on_turn", "weight", "loss")
+_TRAIN_NAMES = (
+    "train",
+    "training",
+    "trainable",
+    "train_on",
+    "train_on_turn",
+    "weight",
+    "loss",
+    "loss_mask",
+)
 """Fields of OpenAI and of other trainers that exclude a message from training."""
 
 
@@ -80,7 +96,7 @@ def read_messages(
     if ignored:
         value = [_without(message, ignored, lost, "messages") for message in value]
     messages = [
-        _read_message(message, f"{name}[{index}]", where, keys or {}, lost)
+        _read_message(message, f"{name}[{index}]", where, keys or {}, ignored, lost)
         for index, message in enumerate(value)
     ]
     for one in messages if ignored else ():
@@ -94,23 +110,25 @@ def read_messages(
 
 
 def _without(value: Any, ignored: frozenset[str], dropped: set[str], name: str) -> Any:
-    # A message, or a call, without these fields.
+    # A message, or a part of a call, without these fields.
     if not isinstance(value, Mapping):
         return value
     kept = {k: cell for k, cell in value.items() if k not in ignored or k == "content"}
     dropped |= {f"{name}.{key}" for key in value.keys() - kept.keys()}
-    if isinstance(calls := kept.get("tool_calls"), list):
-        at = f"{name}.tool_calls"
-        kept["tool_calls"] = [_without(call, ignored, dropped, at) for call in calls]
     return kept
 
 
 def _read_message(
-    value: object, at: str, where: str, keys: Mapping[str, str], unread: set[str]
+    value: object,
+    at: str,
+    where: str,
+    keys: Mapping[str, str],
+    ignored: frozenset[str],
+    unread: set[str],
 ) -> Message:
     if not isinstance(value, Mapping):
         raise wrong_type(value, at, "a message with role and content", where, _FORM)
-    role_key = _key(value, keys.get("role"), _ROLE_NAMES, "role", at, where)
+    role_key = _key(value, keys.get("role"), ROLE_NAMES, "role", at, where)
     role = _role(value[role_key], f"{at}.{role_key}", where)
     # Columnar files fill what a message lacks with null.
     message = {k: v for k, v in value.items() if v is not None and k != role_key}
@@ -127,11 +145,25 @@ def _read_message(
         content_key = _key(value, keys.get("content"), _CONTENT_NAMES, "content", at, where)
         message.pop(content_key, None)
         content_at = f"{at}.{content_key}"
+        others = [key for key, cell in message.items() if key != "role" and cell not in EMPTY]
+        if value[content_key] is None and others:
+            raise DataError(
+                f"{content_at} is null, and the message also has {', '.join(others)}",
+                where=where,
+                fix=f"write the text of the message into {content_key}, or set "
+                f"data.sources.columns: {{content: {others[0]}}} if all messages have it there, or "
+                "remove that row",
+            )
         message["content"] = _content(value[content_key], content_at, where, role, unread)
     else:
         message["content"] = ""
     if calls:
-        message["tool_calls"] = _tool_calls(calls, f"{at}.{calls_key}", where)
+        read = _tool_calls(calls, f"{at}.{calls_key}", where)
+        if ignored:
+            read = [_call_without(call, ignored - {"name"}, unread) for call in read]
+        for number, call in enumerate(read):
+            _take_arguments(call, f"{at}.{calls_key}[{number}]", where)
+        message["tool_calls"] = read
     return message
 
 
@@ -211,8 +243,10 @@ def _tool_calls(value: object, at: str, where: str) -> list[dict[str, Any]]:
         if not isinstance(found, Mapping):
             raise wrong_type(found, f"{at}[{index}]", "a tool call", where)
         call = {key: cell for key, cell in found.items() if cell is not None}
-        function = call.pop("function", None)
-        if not isinstance(function, Mapping):
+        function = call.get("function")
+        if isinstance(function, Mapping):
+            del call["function"]
+        else:
             # The function itself, as in old data: templates expect it within a call.
             outer = {key: call.pop(key) for key in ("id", "type", "index") if key in call}
             call, function = {"type": "function", **outer}, call
@@ -221,6 +255,34 @@ def _tool_calls(value: object, at: str, where: str) -> list[dict[str, Any]]:
             raise wrong_type(function.get("name"), f"{at}[{index}]", "a call with a name", where)
         calls.append({**call, "function": function})
     return calls
+
+
+def _call_without(call: Mapping[str, Any], ignored: frozenset[str], dropped: set[str]) -> Any:
+    at = "messages.tool_calls"
+    function = _without(call["function"], ignored, dropped, f"{at}.function")
+    return {**_without(call, ignored - {"function"}, dropped, at), "function": function}
+
+
+def _take_arguments(call: dict[str, Any], at: str, where: str) -> None:
+    # Put the arguments of a call into its function, whatever their name. Blank text is none.
+    function = call["function"]
+    places = [(part, key) for part in (function, call) for key in _ARGUMENTS if key in part]
+    if places:
+        part, key = places[0]
+        arguments = part.pop(key)
+        if not isinstance(arguments, str) or arguments.strip():
+            function["arguments"] = arguments
+            return
+    others = {*call, *function} - _NOT_ARGUMENTS
+    names = sorted(key for key in others if {**call, **function}[key] not in EMPTY)
+    if names:
+        raise FieldError(
+            f"{at} calls {function['name']} without arguments, but has {', '.join(names)}",
+            where=where,
+            fix="write the arguments of calls into arguments, or train without "
+            f"{'this field' if len(names) == 1 else 'these fields'}:",
+            ignore=names,
+        )
 
 
 def take_masks(
@@ -235,6 +297,15 @@ def take_masks(
     for index, message in enumerate(messages):
         if len(message) == 2:
             continue  # most have a role and content alone
+        if message["role"] == "assistant" and _MASK in message and not train_key:
+            raise FieldError(
+                f"{name}[{index}].{_MASK} is {show(message[_MASK])}, which may include or exclude "
+                "the message",
+                where=where,
+                fix=f"set data.sources.columns: {{train: {_MASK}}} if 0 excludes it from training, "
+                "write train: false instead, or train these messages like all others:",
+                ignore=[_MASK],
+            )
         said = dict[str, bool]()
         for key in (train_key,) if train_key else _TRAIN_NAMES:
             if key not in message:
@@ -270,6 +341,10 @@ def read_tools(value: object, name: str, where: str) -> list[dict[str, Any]] | N
     value = from_json_text(value, f"column {name!r}", where) if value != "" else None
     if value is None:
         return None
+    if isinstance(value, Mapping) and {"name", "function"} & value.keys():
+        value = [value]
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        value = [from_json_text(one, f"{name}[{i}]", where) for i, one in enumerate(value)]
     if not isinstance(value, Sequence) or not all(isinstance(tool, Mapping) for tool in value):
         raise wrong_type(value, f"column {name!r}", "a list of tools (JSON schemas)", where)
     return [dict(tool) for tool in value] or None
@@ -287,6 +362,33 @@ def read_variables(value: object, name: str, where: str) -> dict[str, Any]:
             fix=f"remove {taken} from it",
         )
     return {key: cell for key, cell in value.items() if cell is not None}
+
+
+def check_values(chat: Chat) -> None:
+    """Refuse values that JSON does not have, such as bytes. TemplateRefusal: with their place."""
+    parts: list[tuple[str, object, str]] = [
+        (f"messages[{index}].{key}", value, key)
+        for index, message in enumerate(chat.messages)
+        for key, value in message.items()
+        if type(value) is not str
+    ]
+    parts += [("tools", chat.tools, "tools"), (_VARIABLES, chat.variables, _VARIABLES)]
+    for at, value, ignore in parts:
+        for place, odd in _not_json(value, at):
+            raise TemplateRefusal(f"{place} holds {show(odd)}, which JSON does not have", ignore)
+
+
+def _not_json(value: object, at: str) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        for key, cell in value.items():
+            if not isinstance(key, str | int):
+                yield f"{at}, as a name,", key
+            yield from _not_json(cell, f"{at}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, cell in enumerate(value):
+            yield from _not_json(cell, f"{at}[{number}]")
+    elif not isinstance(value, str | int | float | None):
+        yield at, value
 
 
 def check_answers(

@@ -11,17 +11,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from isles.data.chat.messages import (
+    ROLE_NAMES,
     check_answers,
     read_messages,
     read_tools,
     read_variables,
     take_masks,
 )
+from isles.data.sources.names import Remark
 from isles.data.sources.rows import (
     EMPTY,
     Chat,
     Continuation,
     FieldError,
+    Item,
     Message,
     Pair,
     Parser,
@@ -42,6 +45,9 @@ class TalkParser(Parser):
     `columns.train` names a field of messages, not a column.
     """
 
+    _WEIGHTS = ("weight", "train", "training", "trainable")
+    """Columns that exclude a row from training with 0 or false."""
+
     _BESIDE = ("system", "tools", "functions", "chat_template_kwargs")
 
     def __init__(
@@ -58,11 +64,25 @@ class TalkParser(Parser):
         self._train_key = columns.get("train")
         self._has_template = has_template
         self._trains_all = trains_all
+        self._weights = {*self._WEIGHTS} - self.wanted - self.ignored
+        self.wanted |= self._weights
+        self._check_read(*ROLE_NAMES, self._keys.get("role", "role"))
 
     def check(self, names: Sequence[str], where: str) -> None:
         for key in ("tools", "system", "chat_template_kwargs"):
             if key in self._named:
                 self._need(key, names, where)
+
+    def read(self, row: Row) -> Item | None:
+        """Parse a row as `Parser.read`; None also if a column excludes the row from training."""
+        said = {key: str(row.columns.get(key, "")).lower() for key in self._weights}
+        for name, text in said.items():
+            if text in ("0", "0.0", "false"):
+                self.unread = {Remark(f"{name}: 0 or false excludes rows from training")}
+                return None
+        item = super().read(row)
+        self.unread |= {key for key in said if said[key] not in ("", "none", "1", "1.0", "true")}
+        return item
 
     def _read_messages(self, value: object, name: str, row: Row) -> list[Message]:
         keys, where = self._keys, row.where
@@ -139,8 +159,9 @@ class ChatParser(TalkParser):
 
     def _column(self, names: Sequence[str], where: str) -> str:
         for name in self._choice:
-            if name in names:
+            if name in names and name not in self.ignored:
                 return name
+        self._check_read(*self._choice)
         raise self.with_fix(missing_column(self._choice[0], names, where, key="messages"))
 
 

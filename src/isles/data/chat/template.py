@@ -28,7 +28,9 @@ from isles.data.chat.fields import (
     in_form,
     kind_of,
 )
+from isles.data.chat.messages import check_values
 from isles.data.sources.files import decode, opened
+from isles.data.sources.names import Remark
 from isles.data.sources.rows import Chat, FieldError, Message
 from isles.data.tokens.tokenizer import TURN_ENDS, TURN_STARTS
 from isles.errors import DataError
@@ -58,7 +60,7 @@ class Rendered:
         spans: the trained characters, in order.
         ends_open: whether an end-of-text token must follow, because the template does not end the
             assistant's last turn with a special token at which generation could stop.
-        unread: fields of the conversation that do not affect the text.
+        unread: fields of the conversation that do not affect the text, and remarks.
     """
 
     text: str
@@ -177,11 +179,13 @@ class ChatTemplate:
             if near := get_close_matches(name, self._own_variables, n=1):  # a typing error
                 what = f"chat_template_kwargs has {name}, not a variable; did you mean {near[0]}?"
                 raise TemplateRefusal(what, "chat_template_kwargs")
+        check_values(chat)
         self._use(chat.variables)
         given = self._prepare(chat)
         text, marked = self._render_marked(given.messages)
+        trained = range(len(chat.messages)) if train_on == "all" else wanted
         unread = [
-            *self._fields.check(chat, text, self._text_of, self._is_named),
+            *self._fields.check(chat, text, self._text_of, self._is_named, trained),
             *(f"chat_template_kwargs.{name}" for name in others),
         ]
         if train_on == "all":
@@ -191,9 +195,31 @@ class ChatTemplate:
         else:
             find = self._answers.find
             spans = [find(number, given, text, self._dialogue, where) for number in wanted]
+            if self._dialogue.prompt_end.strip():
+                for place, number in enumerate(wanted):
+                    spans[place], remarks = self._behind_prompt(number, given, text, spans[place])
+                    unread += [remark for remark in remarks if remark not in unread]
         is_closed = self._dialogue.has_end or text.rstrip().endswith(self._special.all)
         ends_open = chat.messages[-1]["role"] == "assistant" and not is_closed
         return Rendered(text, spans, ends_open=ends_open, unread=unread)
+
+    def _behind_prompt(
+        self, number: int, chat: Chat, text: str, span: Span
+    ) -> tuple[Span, Sequence[Remark]]:
+        # The answer without what the generation prompt supplies, or a remark that it begins
+        # otherwise.
+        try:
+            prompt = self._render(chat.messages[:number], prompts=True) if number else ""
+        except TemplateRefusal:
+            return span, ()
+        start, end = span
+        if text.startswith(prompt) and len(prompt) < end:
+            return (max(start, len(prompt)), end), ()
+        tail = prompt[self._special.common_length(prompt, text) :]
+        if not tail.strip() or text[:start].rstrip().endswith(tail.strip()):
+            return span, ()
+        what = f"the generation prompt ends with {tail!r}, but trained answers begin otherwise"
+        return span, (Remark(what),)
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """Messages as text, up to the start of the assistant's answer."""

@@ -11,6 +11,8 @@ import mmap
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from datetime import date, time
+from decimal import Decimal
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,10 +30,10 @@ _SAVE_AGAIN = "save it again with save_to_disk of the datasets library"
 
 
 def table_rows(table: Any, where: str, *, keeps_nulls: bool = False) -> list[dict[str, Any]]:
-    """The rows of a table or record batch of pyarrow, as Python's values.
+    """The rows of a table or record batch of pyarrow, as JSON lines would have them.
 
     A struct has all fields that any row has, and null in place of a missing field. So nulls in
-    structs are removed, unless `keeps_nulls`.
+    structs are removed. With `keeps_nulls` the values stay as they are, for `without_nulls`.
 
     DataError: the table is damaged, or holds a value that Python has no type for.
     """
@@ -111,9 +113,12 @@ def _num_values(array: Any) -> int:
 
 
 def _stripper(type: Any) -> Callable[[Any], Any] | None:
-    # What takes the nulls out of the structs of a value; None: it has no struct.
+    # What takes the nulls out of the structs of a value, and makes JSON of dates and decimals.
+    # None: the value has none of them.
     import pyarrow as pa
 
+    if pa.types.is_temporal(type) or pa.types.is_decimal(type):
+        return _plain_value
     if pa.types.is_struct(type):
         fields = [type.field(number) for number in range(type.num_fields)]
         inner = {field.name: _stripper(field.type) for field in fields}
@@ -126,19 +131,34 @@ def _stripper(type: Any) -> Callable[[Any], Any] | None:
             }
 
         return strip
-    is_map = pa.types.is_map(type)
-    if not is_map and not hasattr(type, "value_type"):
-        return None
-    each = _stripper(type.item_type if is_map else type.value_type)
-    if each is None or pa.types.is_dictionary(type):
-        return None
-    if is_map:
-        return lambda value: value and {name: each(item) for name, item in value.items()}
+    if pa.types.is_map(type):
+        name_of, item_of = (_stripper(one) or _same for one in (type.key_type, type.item_type))
+        return lambda value: value and {name_of(k): item_of(item) for k, item in value.items()}
+    each = _stripper(type.value_type) if hasattr(type, "value_type") else None
+    if each is None or pa.types.is_dictionary(type) or pa.types.is_run_end_encoded(type):
+        return each
     return lambda value: value and [each(item) for item in value]
 
 
+def _same(value: Any) -> Any:
+    return value
+
+
+def _plain_value(value: Any) -> Any:
+    # A date or time as text, a decimal as a number. A decimal with more digits than a float stays.
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, Decimal) and value.is_finite():
+        number = float(value) if int(value.as_tuple().exponent) < 0 else int(value)
+        return number if Decimal(repr(number)) == value else value
+    return value
+
+
 def without_nulls(value: Any, feature: Any) -> Any:
-    """A value of the datasets library without the nulls in its structs. Nulls in JSON stay."""
+    """A value of the datasets library as JSON lines would have it, so without nulls in its structs.
+
+    Nulls in JSON stay.
+    """
     if type(feature).__name__ == "Json":
         return value
     if isinstance(value, dict):
@@ -148,7 +168,7 @@ def without_nulls(value: Any, feature: Any) -> Any:
     if isinstance(value, list):
         inner = feature[0] if isinstance(feature, list) and feature else feature
         return [without_nulls(item, getattr(inner, "feature", inner)) for item in value]
-    return value
+    return _plain_value(value)
 
 
 def arrow_batches(stream: IO[bytes], where: str) -> Iterator[Any]:

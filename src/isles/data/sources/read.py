@@ -52,6 +52,8 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 
 _OBJECTS = "repair or remove that line: isles expects one JSON object per line"
 _FROM_ARRAY = "; for a JSON array: jq -c '.[]' FILE > NEW.jsonl"
+_FROM_CHATS = "; for lists of messages: jq -c '{messages: .}' FILE > NEW.jsonl"
+_FROM_TEXTS = "; for lines of text: jq -c '{text: .}' FILE > NEW.jsonl"
 
 
 def file_chunks(path: Path, parser: Parser, begin: ChunkStart) -> Iterator[Chunk]:
@@ -217,7 +219,11 @@ def _json_row(line: bytes, path: Path, offset: int, number: int) -> Row | DataEr
         return DataError(f"not JSON: {error}", where=where, fix=fix)
     if not isinstance(row, dict):
         what = f"not a JSON object but {type(row).__name__}"
-        return DataError(what, where=where, fix=_OBJECTS + _FROM_ARRAY)
+        is_chat = isinstance(row, list) and any(
+            isinstance(m, dict) and {"content", "value"} & {*m} for m in row[:1]
+        )
+        how = _FROM_CHATS if is_chat else _FROM_TEXTS if isinstance(row, str) else _FROM_ARRAY
+        return DataError(what, where=where, fix=_OBJECTS + how)
     return Row(where, row)
 
 

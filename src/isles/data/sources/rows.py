@@ -14,9 +14,8 @@ from difflib import get_close_matches
 from threading import Event
 from typing import Any, NamedTuple
 
-from isles.data.sources.names import ignored_names
+from isles.data.sources.names import Remark, ignored_names
 from isles.errors import DataError
-from isles.facts.units import printable
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +112,9 @@ def texts_of(item: Item) -> list[str]:
         case Chat():
             contents = (message["content"] for message in item.messages)
             return [
-                text if isinstance(text, str) else json.dumps(text) for text in contents if text
+                text if isinstance(text, str) else json.dumps(text, default=str)
+                for text in contents
+                if text
             ]
         case Continuation():
             return [item.prompt, item.answer]
@@ -212,9 +213,18 @@ class Parser(ABC):
     def _need(self, key: str, names: Sequence[str], where: str) -> str:
         # What the data calls a column, which must be among these names.
         name = self._names[key]
+        self._check_read(name)
         if name not in names:
             raise self.with_fix(missing_column(name, names, where, key=key))
         return name
+
+    def _check_read(self, *names: str) -> None:
+        if found := sorted(self.ignored & {*names}):
+            what, where = (
+                f"{found[0]} is listed, but each row needs it",
+                "data.sources.ignore_fields",
+            )
+            raise DataError(what, where=where, fix=f"delete {found[0]} from ignore_fields")
 
     def _text(self, key: str, row: Row, *, may_miss: bool = False) -> str:
         # The text of a column; "" where it is missing or null and may be.
@@ -229,8 +239,7 @@ class Parser(ABC):
 
 
 ChunkStart = dict[str, Any]
-"""Where a chunk of rows begins: plain JSON that only the kind of source that made it understands.
-"""
+"""Where a chunk of rows begins: plain JSON that only the source that made it understands."""
 
 
 class Chunk(NamedTuple):
@@ -318,6 +327,7 @@ class Tally:
         self.num_empty = 0
         self.num_bad = 0
         self._unread = Counter[str]()
+        self._remarks = Counter[str]()
         self._ignored = set[str]()
 
     def bad(self, number: int, error: DataError) -> None:
@@ -326,11 +336,11 @@ class Tally:
         self._first = sorted([*self._first, (number, error)], key=lambda entry: entry[0])[:LISTED]
 
     def unread(self, names: Iterable[str], ignored: frozenset[str] = frozenset()) -> None:
-        """Note the fields of one row that nothing reads; ignored names separately."""
-        if not ignored:
-            self._unread.update(names)
-            return
+        """Note the fields of one row that nothing reads; ignored names and remarks separately."""
         for name in names:
+            if isinstance(name, Remark):
+                self._remarks[str(name)] += 1
+                continue
             bare = name.rpartition(".")[2]
             if bare in ignored:
                 self._ignored.add(bare)
@@ -355,22 +365,8 @@ class Tally:
             "first_bad": [[error.where, error.what, error.fix] for _, error in self._first],
             "unread": {name[:100]: count for name, count in unread[:MOST_UNREAD]},
             "ignored": sorted(self._ignored),
+            "remarks": dict(self._remarks.most_common(MOST_UNREAD)),
         }
-
-
-def unread_message(record: Mapping[str, Any]) -> str:
-    """The fields that nothing reads, with their shares of rows: `history 100 %, weight 3 %`."""
-    rows = max(1, record.get("rows", 0))
-    shares = {name: 100 * count / rows for name, count in record.get("unread", {}).items()}
-    return ", ".join(
-        f"{printable(name)} {share:.{0 if share >= 1 else 2}f} %" for name, share in shares.items()
-    )
-
-
-def log_unread(name: str, record: Mapping[str, Any]) -> None:
-    """Log the fields of a `Tally.record` that nothing reads, if there are any."""
-    if fields := unread_message(record):
-        log.info("source=%s has fields that nothing reads (share of rows): %s", name, fields)
 
 
 def judge_bad_rows(
@@ -431,20 +427,16 @@ def missing_column(column: str, names: Sequence[str], where: str, *, key: str) -
         )
     near = get_close_matches(column, names, n=1) or (names if len(names) == 1 else ["ITS_NAME"])
     choice = near[0]
+    fix = ""
     if key == "text_column":
         fix = f"set data.sources.text_column to {choice}"
     elif choice == key:
         fix = f"delete {key} from data.sources.columns, because the data has that name"
-    else:
-        fix = ""
     listed = ", ".join(map(str, names)) or "none"
     what = f"column {column!r} not found; the columns are {listed}"
     if not fix:
-        columns = {key: choice}
-        rest = _NEEDS.get(key, "")
-        return FieldError(
-            what, where=where, fix="set", columns=columns, rest=rest, id="data.column"
-        )
+        more: dict[str, Any] = {"columns": {key: choice}, "rest": _NEEDS.get(key, "")}
+        return FieldError(what, where=where, fix="set", id="data.column", **more)
     return DataError(what, where=where, fix=fix, id="data.column")
 
 

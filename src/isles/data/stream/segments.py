@@ -20,7 +20,8 @@ from isles.data.builders import Ranges, make_table
 from isles.data.order import Int64Array, draw, key_from
 from isles.data.samples import SampleTable
 from isles.data.sources.find import open_source
-from isles.data.sources.rows import Chunk, ChunkStart, Parser, Source, Tally, log_unread, size_of
+from isles.data.sources.names import log_unread
+from isles.data.sources.rows import Chunk, ChunkStart, Parser, Source, Tally, size_of
 from isles.data.tokens.encode import Encoder, encode_each
 from isles.data.tokens.store import TokenStore, TokenWriter
 from isles.errors import DataError

@@ -264,5 +264,6 @@ def _items(
             continue
         if item is None:
             tally.num_empty += 1
+            tally.unread(parser.unread, parser.ignored)
         else:
             yield tally.num_rows, row.where, item, parser.unread

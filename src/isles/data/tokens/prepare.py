@@ -24,7 +24,8 @@ from typing import Any, BinaryIO
 
 from isles.config.files import BUILT_IN, named_files
 from isles.config.sections.data import DataConfig, SourceConfig
-from isles.data.sources.rows import Rows, Source, Tally, judge_bad_rows, log_unread
+from isles.data.sources.names import log_unread
+from isles.data.sources.rows import Rows, Source, Tally, judge_bad_rows
 from isles.data.tokens.encode import Encoder, encode_rows
 from isles.data.tokens.store import (
     FORMAT,
