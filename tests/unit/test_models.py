@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,9 +60,16 @@ def empty(name: Path | str, init: Any = "scratch", **options: Any) -> Any:
     return build.build_empty_model(config, dtype=torch.float32, vocab_size=None, **options)
 
 
-def cut(name: Path | str, init: Any = "scratch", seed: int = 0, **options: Any) -> Any:
+def cut(
+    name: Path | str,
+    init: Any = "scratch",
+    seed: int = 0,
+    changed: Callable[[type], type] = lambda cls: cls,
+    **options: Any,
+) -> Any:
     """Built empty, allocated, and filled, as strategies do that cut the model."""
     model = empty(name, init, **options)
+    model.__class__ = changed(type(model))
     model.to_empty(device=CPU)
     model.tie_weights()
     build.fill_model(model, ModelConfig(name_or_path=str(name), init=init), seed=seed)
@@ -209,7 +217,7 @@ def test_a_model_that_is_unknown_or_was_moved_away_is_named(tmp_path):
         with pytest.raises(UserError, match=name) as caught:
             whole(name, init="pretrained")
         assert caught.value.fix
-    with pytest.raises(UserError, match="there is no such folder") as caught:
+    with pytest.raises(UserError, match="folder not found") as caught:
         weights_folder(str(tmp_path / "away"))
     assert str(tmp_path / "away") in str(caught.value) and "restore the model" in str(caught.value)
 

@@ -15,7 +15,7 @@ from isles.errors import UserError
 from isles.models.pieces import Pieces
 from tests.run_files import load
 from tests.small_models import small_model
-from tests.unit.test_models import WAYS, make_base, same
+from tests.unit.test_models import WAYS, cut, make_base, same
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -43,6 +43,15 @@ def test_a_head_that_contradicts_a_tied_config_is_refused_however_it_is_loaded(k
             way(folder, "pretrained")
         assert head in raised.value.what and "tie_word_embeddings" in raised.value.what
         assert "tie_word_embeddings: false" in raised.value.fix
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_neox"])
+def test_a_model_that_is_cut_finds_its_weights_by_the_names_of_the_files(kind, tmp_path):
+    """FSDP changes the class of a model, by which transformers finds the names."""
+    model = small_model(kind)
+    model.save_pretrained(tmp_path)
+    found = cut(tmp_path, "pretrained", changed=lambda cls: type(f"FSDP{cls.__name__}", (cls,), {}))
+    assert type(found).__name__ == f"FSDP{type(model).__name__}" and same(found, model)
 
 
 def test_a_head_that_is_the_embedding_is_one_weight_whichever_the_file_holds(tmp_path):
