@@ -351,7 +351,7 @@ def test_fresh_matrices_depend_on_seed_and_name_alone(tmp_path):
     ("", {"target_modules": ("q_proj", "qkv")}, "no module 'qkv'", "it has embed_tokens, q"),
     ("", {"target_modules": ("mlp",)}, "cannot have this adapter", "all-linear"),
     ("", {"modules_to_save": ("mlp",)}, "mlp cannot be trained whole while", "one of the two"),
-    ("tied", {"modules_to_save": ("lm_head",)}, "shares the weights", "take lm_head out"),
+    ("tied", {"modules_to_save": ("lm_head",)}, "share their weights", "remove lm_head"),
 )
 def test_names_that_do_not_fit_the_model(tied, adapter, what, fix, *, tmp_path):
     make_base(tmp_path, tie_word_embeddings=bool(tied))
