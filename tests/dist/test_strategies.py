@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from isles.config.layout import Layout
 from isles.config.sections.model import ModelConfig
 from isles.config.sections.strategy import FSDPStrategyConfig
+from isles.data.tokens.tokenizer import train_tokenizer
 from isles.dist.world import join_world
 from isles.models.build import build_empty_model, fill_model
 from isles.run.checkpoints import find_checkpoint, list_checkpoints
@@ -295,6 +296,24 @@ def test_killed_and_resumed_equals_uninterrupted(preference_file):
     again = train(preference_file, 2, "name=cut", *options, resume=str(first.path))
     assert again.path == run_dir.path
     assert same_bits(whole, again), "what was lost is made again from the first weights"
+
+
+@pytest.mark.long
+def test_a_fresh_adapter_on_a_model_with_dropout_starts_at_the_reference(preference_file):
+    """Neither side of the comparison drops values."""
+    drops = {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
+    config = small_config("gpt2", vocab_size=512, **drops)
+    base = preference_file.parent / "tiny"
+    AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    train_tokenizer(["some words"], 260).save_pretrained(base)
+    options = (
+        "model.init=pretrained",
+        "tokenizer={chat_template: chatml}",
+        "adapter={type: lora, r: 2, dropout: 0.5}",
+    )
+    options += ("training.max_steps=1", "training.warmup_steps=0", "strategy.kind=fsdp")
+    [loss] = figures_of(train(preference_file, 2, *options))
+    assert loss == pytest.approx(0.6931472, abs=1e-4)
 
 
 def test_a_cluster_of_several_has_every_pair_scored(preference_file):

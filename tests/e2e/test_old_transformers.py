@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM
 
@@ -19,8 +20,10 @@ from isles.config.sections.model import AdapterConfig
 from isles.data.tokens.tokenizer import load_tokenizer, train_tokenizer
 from isles.errors import TrainingError
 from isles.models.adapter import add_adapter
+from isles.run.records import read_record
 from tests import old_reader
 from tests.deadline import run_program
+from tests.ranks import train
 from tests.small_models import small_model
 from tests.unit.test_exported_files import LINEAR, LLAMA3, WORDS, backend, write_folder
 
@@ -126,6 +129,28 @@ def test_old_and_new_transformers_read_the_same_of_every_export(tmp_path):
     assert new[str(folders[0])]["type"] == "torch.bfloat16"
     adapted, base = (torch.tensor(new[str(f)]["logits"]) for f in (folders[-1], folders[0]))
     assert float((adapted - base).abs().max()) > 1e-2, "the adapter is read"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_neox"])
+def test_what_two_ranks_train_in_parts_loads_everywhere(kind, run_file):
+    """The files have the names of the hub, as those of the base model that transformers wrote."""
+    base = run_file.parent / "tiny"
+    small_model(kind, vocab_size=512, initializer_range=0.3).save_pretrained(base)
+    options = ("data={sources: [{type: fake}], seq_length: 32, validation_fraction: 0}",)
+    options += ("tokenizer={}", "model.init=pretrained", "strategy={kind: fsdp}")
+    options += ("training.max_steps=2", "training.warmup_steps=0", "training.learning_rate=0.01")
+    run_dir = train(run_file, 2, *options, "checkpoint.export_on_finish=true")
+    assert "export_error" not in (read_record(run_dir.summary) or {})
+    names = [load_file(f / "model.safetensors").keys() for f in (run_dir.model, base)]
+    assert names[0] == names[1]
+    old = read_old([run_dir.model])[str(run_dir.model)]
+    logits, before, now = (
+        torch.tensor(read["logits"])
+        for read in (old, old_reader.read(base, TEXT), old_reader.read(run_dir.model, TEXT))
+    )
+    torch.testing.assert_close(logits, now, rtol=0, atol=1e-4)
+    assert float((now - before).abs().max()) > 1e-3, "it was trained"
 
 
 def test_an_export_that_answers_otherwise_is_named(tmp_path):

@@ -12,13 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, processors, trainers
 from tokenizers import pre_tokenizers as pre
+from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from isles.checkpoint.export import export_checkpoint, export_model
 from isles.checkpoint.readable import save_config, save_tokenizer
 from isles.checkpoint.reread import read_again, scores
+from isles.checkpoint.tensors import TensorWriter
 from isles.data.tokens.tokenizer import add_nothing, affixes, load_tokenizer, train_tokenizer
 from isles.errors import TrainingError
 from isles.run import limits
@@ -270,6 +273,50 @@ def test_weights_are_exported_in_the_type_that_is_asked_for(tmp_path):
     with pytest.raises(TrainingError, match="too large for float16"):
         exported(large, None, tmp_path / "large", dtype=torch.float16)
     assert not (tmp_path / "large").exists()
+
+
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+LATENT |= {"v_head_dim": 8, "n_routed_experts": 4, "num_key_value_heads": 4}
+CONVERTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": (".block_sparse_moe.experts.3.w1.weight", {}),
+    "phimoe": (".block_sparse_moe.experts.3.w1.weight", {}),
+    "qwen2_moe": (".mlp.experts.3.up_proj.weight", {}),
+    "qwen3_moe": (".mlp.experts.3.up_proj.weight", {}),
+    "olmoe": (".mlp.experts.3.up_proj.weight", {}),
+    "jamba": (".feed_forward.experts.3.up_proj.weight", {"layer_types": ["mamba", "attention"]}),
+    "deepseek_v3": (
+        ".mlp.experts.3.up_proj.weight",
+        {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, **LATENT},
+    ),
+    "gpt_neox": ("embed_out.weight", {}),
+    "gpt_oss": (".mlp.experts.gate_up_proj", {}),
+}
+
+
+@each(*CONVERTED)
+def test_weights_from_a_checkpoint_have_the_names_of_the_hub(kind, *, tmp_path):
+    """As transformers writes them, whatever it joins or renames while it loads."""
+    name, changes = CONVERTED[kind]
+    model = small_model(kind, **changes)
+    model.save_pretrained(tmp_path / "whole")
+    wanted = load_file(tmp_path / "whole" / "model.safetensors")
+    assert any(own.endswith(name) for own in wanted)
+    (tmp_path / "checkpoint").mkdir()
+    state = {f"model.{own}": value for own, value in model.state_dict().items()}
+    save(state, storage_writer=TensorWriter(tmp_path / "checkpoint"), no_dist=True)
+    export_checkpoint(
+        tmp_path / "checkpoint",
+        model.to("meta"),
+        None,
+        tmp_path / "model",
+        max_shard_bytes=50_000,
+        verify=lambda *_: None,
+    )
+    index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
+    files = {file: load_file(tmp_path / "model" / file) for file in {*index["weight_map"].values()}}
+    assert len(files) > 1 and index["weight_map"].keys() == wanted.keys()
+    for own, file in index["weight_map"].items():
+        torch.testing.assert_close(files[file][own], wanted[own], rtol=0, atol=0)
 
 
 def test_an_export_that_does_not_read_back_is_no_export(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,9 +60,16 @@ def empty(name: Path | str, init: Any = "scratch", **options: Any) -> Any:
     return build.build_empty_model(config, dtype=torch.float32, vocab_size=None, **options)
 
 
-def cut(name: Path | str, init: Any = "scratch", seed: int = 0, **options: Any) -> Any:
+def cut(
+    name: Path | str,
+    init: Any = "scratch",
+    seed: int = 0,
+    changed: Callable[[type], type] = lambda cls: cls,
+    **options: Any,
+) -> Any:
     """Built empty, allocated, and filled, as strategies do that cut the model."""
     model = empty(name, init, **options)
+    model.__class__ = changed(type(model))
     model.to_empty(device=CPU)
     model.tie_weights()
     build.fill_model(model, ModelConfig(name_or_path=str(name), init=init), seed=seed)
@@ -343,7 +351,7 @@ def test_fresh_matrices_depend_on_seed_and_name_alone(tmp_path):
     ("", {"target_modules": ("q_proj", "qkv")}, "no module 'qkv'", "it has embed_tokens, q"),
     ("", {"target_modules": ("mlp",)}, "cannot have this adapter", "all-linear"),
     ("", {"modules_to_save": ("mlp",)}, "mlp cannot be trained whole while", "one of the two"),
-    ("tied", {"modules_to_save": ("lm_head",)}, "shares the weights", "take lm_head out"),
+    ("tied", {"modules_to_save": ("lm_head",)}, "share their weights", "remove lm_head"),
 )
 def test_names_that_do_not_fit_the_model(tied, adapter, what, fix, *, tmp_path):
     make_base(tmp_path, tie_word_embeddings=bool(tied))

@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from isles.config.rules.shape import check_shape
+from isles.config.sections.model import AdapterConfig
 from isles.errors import UserError
+from isles.models.adapter import add_adapter
 from isles.models.pieces import Pieces
+from isles.train.reference import disable_dropout
+from tests.each import each
 from tests.run_files import load
 from tests.small_models import small_model
-from tests.unit.test_models import WAYS, make_base, same
+from tests.unit.test_models import WAYS, cut, make_base, same
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -43,6 +48,15 @@ def test_a_head_that_contradicts_a_tied_config_is_refused_however_it_is_loaded(k
             way(folder, "pretrained")
         assert head in raised.value.what and "tie_word_embeddings" in raised.value.what
         assert "tie_word_embeddings: false" in raised.value.fix
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_neox"])
+def test_a_model_that_is_cut_finds_its_weights_by_the_names_of_the_files(kind, tmp_path):
+    """FSDP changes the class of a model, by which transformers finds the names."""
+    model = small_model(kind)
+    model.save_pretrained(tmp_path)
+    found = cut(tmp_path, "pretrained", changed=lambda cls: type(f"FSDP{cls.__name__}", (cls,), {}))
+    assert type(found).__name__ == f"FSDP{type(model).__name__}" and same(found, model)
 
 
 def test_a_head_that_is_the_embedding_is_one_weight_whichever_the_file_holds(tmp_path):
@@ -186,3 +200,27 @@ def test_positions_that_depend_on_the_neighbours_are_refused(shape, values, tmp_
 )
 def test_positions_that_depend_on_no_neighbour_are_accepted(shape, values, tmp_path):
     assert check_shape(load(tmp_path, SCALED, *values).config, shape) == []
+
+
+@each(
+    ("gpt2", {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}),
+    ("llama", {"attention_dropout": 0.5}),
+    ("gpt_neox", {"attention_dropout": 0.5, "hidden_dropout": 0.5}),
+)
+def test_the_dropout_of_a_model_can_be_turned_off(kind, drops):
+    model, ids = small_model(kind, **drops), torch.arange(8)[None]
+    expected = model.eval()(ids).logits
+    model.train()
+    assert not torch.allclose(model(ids).logits, expected)
+    disable_dropout(model)
+    torch.testing.assert_close(model(ids).logits, expected)
+    assert all(getattr(model.config, name) == 0.5 for name in drops), "it is exported"
+
+
+def test_the_dropout_of_an_adapter_stays_on():
+    model = small_model("gpt2")
+    add_adapter(model, AdapterConfig(type="lora", dropout=0.5), dtype=torch.float32, name="")
+    disable_dropout(model)
+    modules = dict(model.named_modules()).items()
+    on = {name for name, module in modules if isinstance(module, nn.Dropout) and module.p > 0}
+    assert on and all("lora_dropout" in name for name in on)

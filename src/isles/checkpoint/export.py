@@ -15,7 +15,7 @@ import os
 import shutil
 import stat
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,8 @@ def export_checkpoint(
 
     Args:
         model: the Hugging Face model on the meta device: names, shapes, types and config.
-        max_shard_bytes: weights per file, and so in memory; a larger tensor has its own file.
+        max_shard_bytes: weights per file, and so in memory; a larger tensor of the model has its
+            own file.
         base: the config.json that the run started with.
         dtype: of the weights in the files. Default: as they were trained.
         trained: the run's scores of the probe; None if the checkpoint has none.
@@ -82,8 +83,8 @@ def export_checkpoint(
                 if len(shards) == 1
                 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             )
-            _write_verified(functools.partial(_read_shard, checkpoint, names), partial / file)
-            where |= dict.fromkeys(names, file)
+            read = functools.partial(_read_as_saved, checkpoint, model, names)
+            where |= dict.fromkeys(_write_verified(read, partial / file), file)
         if len(shards) > 1:
             size = sum(t.numel() * t.element_size() for names in shards for t in names.values())
             index = {"metadata": {"total_size": size}, "weight_map": where}
@@ -343,29 +344,53 @@ def _plan_shards(model: Any, max_shard_bytes: int) -> list[dict[str, Tensor]]:
     # Names and empty tensors of each file; a weight that two modules share appears once.
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        num_bytes = tensor.numel() * tensor.element_size()
+    for group in _converted_together(model):
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in group.values())
         if shards[-1] and size + num_bytes > max_shard_bytes:
             shards.append({})
             size = 0
-        shards[-1][name] = tensor
+        shards[-1] |= group
         size += num_bytes
     return shards
 
 
-def _write_verified(read: Callable[[], dict[str, Tensor]], file: Path) -> None:
-    # Each tensor is read twice, but is never in memory twice.
+def _converted_together(model: Any) -> Iterable[dict[str, Tensor]]:
+    # Most weights are alone. Some files hold one tensor for several weights of the model.
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    mapping = get_model_conversion_mapping(model, add_legacy=False)
+    converters = [m.reverse_transform() for m in mapping[::-1] if isinstance(m, WeightConverter)]
+    groups: dict[str, dict[str, Tensor]] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            renamed = (c.rename_source_key(name) for c in converters)
+            first = next((to for to, pattern in renamed if pattern is not None), name)
+            groups.setdefault(first, {})[name] = tensor
+    return groups.values()
+
+
+def _write_verified(read: Callable[[], dict[str, Tensor]], file: Path) -> list[str]:
+    # Each tensor is read twice, but is never in memory twice. The result is the names.
     save_readable(read(), file)
     with safe_open(file, "pt") as written:
-        for name, value in read().items():
+        for name, value in (expected := read()).items():
             _check_range(name, value)
             if not torch.equal(written.get_tensor(name), value):
                 what = f"the exported weight {name!r} does not read back unchanged"
                 raise _differs(what, file.parent)
+    return list(expected)
+
+
+def _read_as_saved(checkpoint: Path, model: Any, names: dict[str, Tensor]) -> dict[str, Tensor]:
+    # By the names of the Hugging Face hub, which every version of transformers reads: one tensor
+    # for each expert, where the model holds the experts of a layer in one tensor.
+    from transformers.core_model_loading import revert_weight_conversion
+
+    saved = revert_weight_conversion(model, _read_shard(checkpoint, names))
+    return {name: value.contiguous() for name, value in saved.items()}
 
 
 def _read_shard(checkpoint: Path, names: dict[str, Tensor]) -> dict[str, Tensor]:

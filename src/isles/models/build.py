@@ -207,13 +207,6 @@ def _from_config(
         raise _model_error(config, error) from error
 
 
-def converts_weights(model: Any) -> bool:
-    """Whether transformers holds the weights in another form than the files: it joins experts."""
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-    return bool(get_checkpoint_conversion_mapping(model.config.model_type))
-
-
 def load_model_config(config: ModelConfig) -> Any:
     """The Hugging Face config that the run file names.
 

@@ -86,18 +86,19 @@ def fill_pretrained(model: Any, config: ModelConfig, whole: Callable[[], Any]) -
     For an adapter, this sets the values derived from the model's weights; see `fill_adapter`.
 
     Args:
-        whole: makes the whole model without memory; used if the files hold more than this part.
+        whole: makes the whole model without memory; used if the names in the files are not the
+            names of this part.
 
     Raises:
         UserError: the files cannot be read, lack a weight, have a weight with another shape, or
         have a weight that the model lacks.
     """
     folder, where = weights_folder(config.name_or_path)
-    places = _places(where, model)
+    places = _places(where, model, whole)
     # Such as the scales of quantized weights, which the codes need.
     if _without_place(where, model, places):
         all_of_it = whole()
-        if left := _without_place(where, all_of_it, _places(where, all_of_it)):
+        if left := _without_place(where, all_of_it, _places(where, all_of_it, whole)):
             raise _misfit(
                 config, f"the model has no place for {len(left)} of them: {left[0]!r}, ..."
             )
@@ -288,7 +289,7 @@ def _part(tensor: Tensor) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
-def _places(names: Collection[str], model: Any) -> dict[str, Pieces]:
+def _places(names: Collection[str], model: Any, whole: Callable[[], Any]) -> dict[str, Pieces]:
     # The names in the files of each weight of a model, by its name in the base model.
     prefix = f"{model.base_model_prefix}."
     own = [name for each in model.state_dict() if (name := base_name(each)) is not None]
@@ -300,7 +301,8 @@ def _places(names: Collection[str], model: Any) -> dict[str, Pieces]:
             found[name] = Pieces(((known,),), are_stacked=False)
     left = set(names).difference(*(each.names for each in found.values()))
     missing = [name for name in own if name not in found]
-    return found | pieces_of(model, missing, left) if missing and left else found
+    # transformers finds the names by the model's class, and sharding changes the class.
+    return found | pieces_of(whole(), missing, left) if missing and left else found
 
 
 def _without_place(names: Iterable[str], model: Any, places: Mapping[str, Pieces]) -> list[str]:

@@ -67,8 +67,8 @@ def pieces_of(model: Any, own: Collection[str], names: Iterable[str]) -> dict[st
     The result omits weights that transformers does not make by stacking.
 
     Args:
-        model: the model, or this rank's part of it.
-        own: its weights, by their names in the base model.
+        model: the whole model, of the class that transformers has.
+        own: the weights, by their names in the base model.
         names: the names in the files.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping

@@ -48,7 +48,7 @@ from isles.train.parts import Parts
 from isles.train.progress import Progress
 from isles.train.reach import adapter_notes
 from isles.train.record import Recorder, make_trackers
-from isles.train.reference import pairs_read, score_reference
+from isles.train.reference import disable_dropout, pairs_read, score_reference
 from isles.train.stop import Agreement, StopSignals
 from isles.train.strategy import (
     check_blocks,
@@ -233,6 +233,8 @@ def _make_model(
             "the model's config sets output_router_logits, but isles trains on the loss of the "
             "target tokens only, without the loss that balances the experts"
         )
+    if config.training.method == "dpo":
+        disable_dropout(model)
     set_gradient_checkpointing(model, config.training.gradient_checkpointing)
     use_attention(model, strategy, mesh, world.device, config.training)
     if config.training.torch_compile:

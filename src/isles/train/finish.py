@@ -25,7 +25,7 @@ from isles.checkpoint.reread import read_again
 from isles.config.resolve import Resolved
 from isles.config.sections.run import RunConfig
 from isles.errors import UserError
-from isles.models.build import converts_weights, load_model_config, take_generation_config
+from isles.models.build import load_model_config, take_generation_config
 from isles.models.fill import weights_folder
 from isles.run.checkpoints import CheckpointInfo, find_checkpoint
 from isles.run.find import typed_name
@@ -165,13 +165,6 @@ def export_step(
     else:
         model = empty_model(config, tokenizer)
         take_generation_config(model, config.model)
-        if converts_weights(model):
-            log.warning(
-                "the experts are exported joined, in the format of transformers. `isles checkpoint "
-                "export` writes one file entry per expert, as on Hugging Face, and needs memory "
-                "for "
-                "the whole model"
-            )
         write = functools.partial(export_checkpoint, checkpoint.path)
     write(model, tokenizer, folder, **options)
 

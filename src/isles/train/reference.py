@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from isles.config.sections.run import RunConfig
 from isles.config.sections.training import Epochs
@@ -48,6 +49,21 @@ def pairs_read(config: RunConfig, total_steps: int | None, epochs: Epochs | None
     if total_steps is None or config.diloco is not None:
         return None
     return total_steps * config.training.global_batch_size
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Turn off the dropout of a model's config, in place, and leave the dropout of its adapter.
+
+    The reference is scored without dropout, and the loss compares the model with it.
+    """
+    for name, module in model.named_modules():
+        if "lora_dropout" in name:
+            continue
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for key, value in list(vars(module).items()):
+            if isinstance(value, float) and ("dropout" in key or "pdrop" in key):
+                setattr(module, key, 0.0)
 
 
 def score_reference(

@@ -32,7 +32,6 @@ from isles.dist.batch import MIXED_DTYPE
 from isles.dist.world import join_world, leave_world
 from isles.errors import DataError, UserError
 from isles.facts.terminal import show_streams
-from isles.models.build import converts_weights, take_generation_config
 from isles.run.checkpoints import find_checkpoint
 from isles.run.env import IN_POD, RankEnv, machine_elsewhere, refuse_kernels, shown_place
 from isles.run.paths import RunDir
@@ -131,13 +130,8 @@ def _export(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) ->
         warning := check_vocabulary(tokenizer, vocab_size, is_trained=True)
     ):
         sys.stderr.write(f"warning: {warning}\n")
-    model: Any = None
-    if not has_adapter and converts_weights(empty):
-        # Only transformers' own save restores the experts' names on Hugging Face.
-        model, _ = _load(run_dir, resolved, step, torch.device("cpu"))
-        take_generation_config(model, config.model)
     merge = options.merge_adapter or None
-    export_step(run_dir, resolved, tokenizer, step, folder, repo=repo, merge=merge, model=model)
+    export_step(run_dir, resolved, tokenizer, step, folder, repo=repo, merge=merge)
     sys.stdout.write("".join(f"{line}\n" for line in exported_lines(step, folder)))
     if repo is not None:
         url = push(folder, repo, message=f"{run_dir.name}, step {step}")
