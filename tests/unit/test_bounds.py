@@ -156,8 +156,8 @@ def test_a_run_with_large_records_says_so_and_hides_no_other(
     assert "restart-059.json is not readable" in capsys.readouterr().out
     os.link(first, attempt.outcome)
     assert main(["status", str(tmp_path / "x-1")]) == 0
-    assert "outcome.json: a record has 1" in capsys.readouterr().out
-    with pytest.raises(UserError, match="a record has 1"):
+    assert "outcome.json: the record has 1" in capsys.readouterr().out
+    with pytest.raises(UserError, match="the record has 1"):
         new_attempt(run_dir)
 
 

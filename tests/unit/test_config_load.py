@@ -144,9 +144,9 @@ def test_a_typed_length_replaces_that_of_the_file(tmp_path):
     assert same.max_steps == 100
     both = ("training.max_steps=5", "training.num_train_epochs=2")
     (issue,) = issues(tmp_path, epochs, *both)
-    assert "both say how long the run is" in issue
+    assert "both set the length of the run" in issue
     (issue,) = issues(tmp_path, epochs.replace("  max_time", "  max_steps: 5\n  max_time"))
-    assert "both say how long the run is" in issue
+    assert "both set the length of the run" in issue
 
 
 def test_variables_are_text_as_it_is_typed(tmp_path: Path) -> None:

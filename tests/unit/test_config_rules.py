@@ -60,7 +60,7 @@ def check_refused(tmp_path: Path, source: str, what: str, fix: str, *given: str)
 
 
 @each(
-    ("and num_train_epochs 2 both set", "keep one", EPOCHS),
+    ("and num_train_epochs 2 both set", "keep one", "training.max_steps=5", EPOCHS),
     ("the run has no length", "max_time", NO_STEPS),
     ("cosine needs the last step", "constant", NO_STEPS, HOUR),
     ("leaves no step of max_steps", "below 1000", "training.warmup_steps=1000"),

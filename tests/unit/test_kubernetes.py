@@ -113,9 +113,9 @@ def test_a_rendered_file_has_no_secret_and_one_owner(tmp_path: Path) -> None:
 
 
 @each(
-    ("/runs", "[]", "would be in /runs of a pod, and goes with it: no claim"),
+    ("/runs", "[]", "would be in /runs of a pod, and is deleted with the pod: "),
     ("runs", VOLUMES, "would be in runs of a pod"),
-    ("/data/runs", VOLUMES, "of volumes that pods can write to there is /runs"),
+    ("/data/runs", VOLUMES, "the writable volumes are /runs"),
     ("/runs", "[{claim: Runs, path: /runs}]", "claim"),
     ("/runs", "[{claim: runs, path: runs}]", "path"),
 )

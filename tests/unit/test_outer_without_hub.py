@@ -169,7 +169,7 @@ def test_a_repeated_request_counts_once_also_where_an_answer_was_lost(tmp_path, 
 
 def test_a_store_without_conditional_writes_is_found_out(store):
     probe(store)
-    with pytest.raises(StoreError, match="does not know conditional writes") as caught:
+    with pytest.raises(StoreError, match="lacks conditional writes") as caught:
         probe(Blind(store.url))
     assert caught.value.kind == "unconditional"
     assert store.names("probes/") == []

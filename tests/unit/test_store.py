@@ -313,7 +313,7 @@ def test_the_snippet_of_an_adapter_works(tmp_path, monkeypatch, capsys):
     assert run_snippet(folder, monkeypatch, capsys).strip()
     head = front_matter(card)
     assert head["library_name"] == "peft" and "lora" in head["tags"]
-    assert "adapter alone" in card
+    assert "this is only the adapter" in card
 
 
 def test_a_card_says_what_is_known_and_nothing_else(tmp_path):
@@ -327,7 +327,7 @@ def test_a_card_says_what_is_known_and_nothing_else(tmp_path):
     shape = ("model.name_or_path=llama-2m", "model.init=scratch", "data.sources=[{type: fake}]")
     fresh = card_of(tmp_path, None, *shape)
     assert "base_model" not in front_matter(fresh) and "datasets" not in front_matter(fresh)
-    assert "fresh weights" in fresh
+    assert "trained from random weights" in fresh
     method = ("training.method=dpo", "adapter.type=qlora", "data.sources.0.type=preference")
     dpo = card_of(tmp_path, tiny_tokenizer(TEMPLATE), *method, repo="me/x")
     assert {"dpo", "qlora", "conversational"} <= set(front_matter(dpo)["tags"])
@@ -338,7 +338,7 @@ def test_what_is_no_export_is_not_replaced(tmp_path):
     thesis = tmp_path / "notes" / "thesis.txt"
     thesis.parent.mkdir()
     thesis.write_text("years of work")
-    with pytest.raises(UserError, match="not an export"):
+    with pytest.raises(UserError, match="is not an isles export"):
         export_model(small_model(), None, thesis.parent, max_shard_bytes=10**9)
     assert thesis.read_text() == "years of work" and not list(tmp_path.glob(".partial*"))
     base, own = tmp_path / "base", tmp_path / "own"
@@ -349,7 +349,7 @@ def test_what_is_no_export_is_not_replaced(tmp_path):
     (own / "notes.txt").write_text("mine")
     for folder in (base, own):
         before = (folder / "model.safetensors").read_bytes()
-        with pytest.raises(UserError, match="not an export"):
+        with pytest.raises(UserError, match="is not an isles export"):
             export_model(small_model(), None, folder, max_shard_bytes=10**9, verify=unread)
         assert (folder / "model.safetensors").read_bytes() == before
 
