@@ -154,7 +154,7 @@ def meet_the_others() -> tuple[str, str] | None:
     try:
         address = socket.gethostbyname(name)
     except OSError:
-        what = f"rank 0 is on {name}, and no address is known here for that name"
+        what = f"rank 0 is on {name}, and no address is known for that name"
         return what, f"a line `ADDRESS {name}` in /etc/hosts of every machine, {static}"
     if address.startswith("127."):
         if os.environ["GROUP_RANK"] == "0":

@@ -129,10 +129,10 @@ def test_tokens_are_not_sent_through_a_link_of_another_user(tmp_path, give):
 
 @pytest.mark.long
 @each(
-    ("", "", {}, ["there is no such file", "(rank 0)", "(rank 1)"]),
+    ("", "", {}, ["file not found", "(rank 0)", "(rank 1)"]),
     (TEXT, TEXT.replace("w0", "w00"), {}, ["hold different data", "text.jsonl: "]),
     (TEXT, TEXT + "{broken\n", {}, ["text.jsonl:401", "not JSON"]),
-    ("", TEXT, STREAMED, ["there is no such file; other machines have it", "rank 0"]),
+    ("", TEXT, STREAMED, ["file not found", "; other machines have it", "rank 0"]),
     (TEXT + TEXT, TEXT, STREAMED, ["hold different data: rows: files: text.jsonl: "]),
 )
 def test_data_that_differs_or_is_nowhere_is_named(one, other, keys, words, *, tmp_path):

@@ -267,7 +267,7 @@ def test_hosts_that_share_a_disk_without_rank_0_do_not_get_in_each_others_way(tm
     together, leaders, apart, apart_leaders, refused, model, missing = found[0]
     assert (together, leaders) == ((False,) * 5, ())
     assert (apart, apart_leaders) == ((False, True, True, True, True), (1, 2, 3))
-    assert "a run of its own under this name, with step-00000007" in refused
+    assert "another run with this name, at step-00000007" in refused
     assert str(tmp_path / "both") in refused and "rank 1" in refused
     assert "'./m' is a folder on" in model
     assert "(rank 1), " in model and "(rank 3) lack" in model

@@ -95,7 +95,7 @@ def test_two_follow_one_loses_its_connection_and_ctrl_c_stops_the_run(lab: Lab) 
         plain.until(lambda: "building model: llama-2m" in plain.text)
         ssh = [child for child in inner(plain.process.pid).children() if child.name() == "ssh"]
         ssh[0].kill()
-        plain.until(lambda: "the connection to a1 is lost; the run goes on there" in plain.text)
+        plain.until(lambda: "the connection to a1 is lost, but the run continues" in plain.text)
         run.order("status", phase="preparing data", detail="after the cut")
         plain.until(lambda: "preparing data: after the cut" in plain.text)
         run.order("status", phase="training", step=3, total_steps=60, loss=5.5)

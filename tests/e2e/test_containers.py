@@ -131,7 +131,7 @@ def test_a_run_in_rootless_podman_stops_and_goes_on(boxer: Boxer) -> None:
 def test_an_image_without_isles_or_that_is_not_there(boxer: Boxer) -> None:
     cases = {
         ("python=/opt/python",): f"the image {IMAGE} does not contain this Python",
-        ("image=localhost/none:1",): "the image localhost/none:1 is not here",
+        ("image=localhost/none:1",): "the image localhost/none:1 is not on this host",
         ("image=./none.sif", "runtime=podman"): "image not found",
     }
     for keys, words in cases.items():

@@ -221,7 +221,7 @@ def test_an_export_replaces_only_an_export(tmp_path: Path) -> None:
     notes.write_text("<!doctype html>\n<p>mine")
     os.mkfifo(tmp_path / "pipe")
     for taken in (notes, tmp_path, tmp_path / "pipe"):
-        with pytest.raises(UserError, match="there already") as refused:
+        with pytest.raises(UserError, match="the file exists") as refused:
             export([made()], taken)
         assert "another name" in (refused.value.fix or "")
     assert notes.read_text().endswith("mine")

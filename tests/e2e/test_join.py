@@ -51,7 +51,7 @@ def test_two_sites_train_one_model_and_the_hub_dies(run_file: Path, tmp_path: Pa
 
         clusters["a"].until(lambda: 0 in outer_steps_of(runs["a"]))
         kill_now(hub_process(state))
-        assert first.end() == ExitCode.COMMUNICATION and "it goes on where it was" in first.err
+        assert first.end() == ExitCode.COMMUNICATION and "the hub resumes" in first.err
         assert "a joined" in first.out and "b joined" in first.out
         again = isles(*opening, "--detach", cwd=tmp_path)
         assert "goes on at" in again.out and JoinLine.read(state / "join") == line

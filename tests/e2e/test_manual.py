@@ -81,4 +81,4 @@ def test_typed_late_they_wait_train_and_stop_together(lab: Lab) -> None:
     assert list_checkpoints(run_dir)[-1].step == outcome_of(attempt)["step"]
     assert_nothing_left(lab)
     text = isles(lab, "train", "typed.yaml", host="a2", expected=ExitCode.PREFLIGHT)
-    assert "the first host is 10.77.1.1, and this machine is" in text
+    assert "the first host is 10.77.1.1, but this machine is" in text

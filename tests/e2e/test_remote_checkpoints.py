@@ -76,7 +76,7 @@ def test_a_bucket_that_refuses_is_named_and_sent_to_later(run_file, server):
         server.have(kind, methods=["PUT"], path="/checkpoints/")
         done = isles("train", str(run_file), *REMOTE, EXPORT, cwd=cwd, env=env)
         assert f"s3://{BUCKET}/runs/{run_dir.name} {words}" in done.text
-        assert "training goes on" in done.text
+        assert "raining continues" in done.text
         assert "step 10, step 15, step 20, model, loss.png, summary.json" in done.text
         push = ("checkpoint", "push", str(run_dir.path))
         assert "isles checkpoint push" in isles(*push, cwd=cwd, env=env, expected=5).text

@@ -179,7 +179,7 @@ def test_files_travel_and_environments_are_compared(lab: Lab) -> None:
     sh(lab, "a2", "rm /root/.bashrc")
     text = sh(lab, "ctl", command)
     assert "copied to a2:/root/there: " in text
-    assert "data.sources.0.path (on host a1): there is no such file: /root/there/no.jsonl" in text
+    assert "data.sources.0.path (on host a1): file not found: /root/there/no.jsonl" in text
     assert "did you mean words.jsonl?" in text
     assert sh(lab, "a3", "ls -A /root/there").split() == ["sync.yaml", "tiny", "words.jsonl"]
     # A run that is on its way keeps the files that it has.

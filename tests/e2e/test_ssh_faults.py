@@ -58,7 +58,7 @@ def refused(lab: Lab, *overrides: str, code: int = ExitCode.PREFLIGHT, **run: An
 
 def test_a_file_that_the_head_lacks_has_a_line_in_the_run_file(lab: Lab) -> None:
     text = refused(lab, "data.sources.0.path=no.jsonl", code=ExitCode.USER, hosts=["a3", "a1"])
-    assert "data.sources.0.path (on host a3): there is no such file: /shared/no.jsonl" in text
+    assert "data.sources.0.path (on host a3): file not found: /shared/no.jsonl" in text
 
 
 def test_a_full_disk_on_one_host_ends_the_others(lab: Lab) -> None:

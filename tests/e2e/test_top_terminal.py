@@ -86,7 +86,7 @@ def test_keys_read_and_only_a_yes_stops(tmp_path: Path) -> None:
         terminal.after("Escape", "q quit")
         for key, text in (
             ("l", "INFO rank=2 line=499"),
-            ("?", "The run goes on: nothing but x and a yes touches it"),
+            ("?", "The run continues: only a confirmed x changes it"),
             ("n", "rank 1 on lyon-01: its GPU is throttled by heat"),
         ):
             terminal.after(key, text, gone="line=300")

@@ -119,7 +119,7 @@ def test_a_whole_run_and_what_it_leaves(run_file: Path) -> None:
     assert "wrote page.html" in isles("dashboard", "tiny", "--export", "page.html", cwd=cwd).out
     assert '"tiny-1"' in (cwd / "page.html").read_text()
     page = Command("dashboard", "tiny", cwd=cwd, env={"PYTHONUNBUFFERED": "1"})
-    page.until(lambda: "Ctrl+C ends" in page.out)
+    page.until(lambda: "Ctrl+C closes" in page.out)
     link, port = re.findall(r"^open (http://127\.0\.0\.1:(\d+)/\S+)$", page.out, re.M)[0]
     assert f"ssh -L {port}:127.0.0.1:{port} " in page.out
     state = link.replace("?", "state.json?")  # null until it has looked for the first time

@@ -148,7 +148,7 @@ def test_nodes_of_a_queue_are_planned_with_the_cards_that_the_note_asks_for(tmp_
     found = re.search(r"name their GPUs, such as (--gpus \S+)", capsys.readouterr().out)
     assert found is not None
     assert main([*asked, *found[1].split(), "--nodes", "2"]) == ExitCode.OK
-    assert "name their cards" not in capsys.readouterr().out
+    assert "name their GPUs" not in capsys.readouterr().out
 
 
 def test_a_rank_without_a_gpu_in_a_queue_trains_on_the_cpu(tmp_path, monkeypatch):
