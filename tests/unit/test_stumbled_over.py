@@ -68,7 +68,7 @@ def test_no_command_goes_on_where_nothing_is_left_to_train(tmp_path: Path, capsy
         outcome = {"state": "failed", "exit_code": 1, "error": record}
         run_dir, attempt = recorded_run(tmp_path / f"a{number}-1", {"typed": "isles x"}, outcome)
         text = "\n".join(failure_lines(attempt, [next_start(run_dir)]))
-        assert ("`isles x` goes on" in text) == (not is_over)
+        assert ("`isles x` resumes" in text) == (not is_over)
         assert ("no step of the run left to train" in collect(run_dir).hint) == is_over
     assert main(["explain", refusal.id]) == ExitCode.OK
     assert "finished this run" in capsys.readouterr().out
@@ -151,7 +151,7 @@ def test_a_price_is_not_dropped_in_silence(tmp_path: Path, capsys: Any, monkeypa
     monkeypatch.chdir(tmp_path)
     load(tmp_path, RUN.replace("max_steps: 4", "num_train_epochs: 1"))
     main(["plan", "run.yaml", "--gpus", "4090", "--price", "0.30/kWh"])
-    assert "no price: how many steps" in capsys.readouterr().out
+    assert "no price: the number of steps" in capsys.readouterr().out
 
 
 def test_a_wait_is_told_beside_its_own_step() -> None:
