@@ -121,7 +121,7 @@ def test_nodes_come_and_go(run_file: Path) -> None:
 
     gone, come = list_restarts(attempt)
     assert "node 1" in gone.why and "is gone" in gone.why and gone.world_size == 1
-    assert "node 1" in come.why and "has come" in come.why and come.world_size == 2
+    assert "node 1" in come.why and "has joined" in come.why and come.world_size == 2
     assert come.reached == come.saved, "a node that comes costs no step"
     assert gone.text in command.out and come.text in command.out
     assert [info.manifest["world_size"] for info in list_checkpoints(run_dir)][-1] == 2
