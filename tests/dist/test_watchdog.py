@@ -66,7 +66,9 @@ def nth_went_on(gang: Gang, attempt: Attempt, number: int) -> None:
 
 
 def notes(run_dir: RunDir) -> list[str]:
-    return (read_record(run_dir.status) or {}).get("notes", [])
+    # Without the note that this long run reads its few samples again and again.
+    found = (read_record(run_dir.status) or {}).get("notes", [])
+    return [note for note in found if "the run reads its data" not in note]
 
 
 def test_each_kind_of_stall_names_its_rank_and_place(run_file: Path) -> None:
@@ -103,7 +105,7 @@ def test_each_kind_of_stall_names_its_rank_and_place(run_file: Path) -> None:
     nth_went_on(gang, attempt, 2)
 
     gang.until(lambda: len(notes(run_dir)) >= 6)
-    assert any("is behind: in data loading" in note for note in notes(run_dir))
+    assert "is behind: in data loading" in notes(run_dir)[0]
     assert "continued after" in notes(run_dir)[1]
     gang.signal(signal.SIGTERM)
     assert set(gang.wait()) == {ExitCode.REQUEUE}  # report: nothing has ended it before
