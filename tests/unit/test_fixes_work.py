@@ -148,7 +148,7 @@ def ways_of(error: UserError) -> Iterator[tuple[str, Way]]:
         yield "delete it", partial(_delete_column, found[1])
     if found := re.match(r"remove (\w+) from it", fix):
         yield "remove it", partial(_edit, where, _without(found[1]))
-    if found := re.match(r"name it ([^:]+):", fix):
+    if found := re.match(r"rename it to (\S+) so that", fix):
         yield "rename", partial(_rename, found[1])
 
 

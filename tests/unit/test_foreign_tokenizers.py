@@ -224,7 +224,7 @@ def test_a_tokenizer_that_cannot_be_written_is_told_in_words(tmp_path: Path):
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "note": "\ud800"}))
     config = fake_run(folder)
-    with pytest.raises(DataError, match="cannot be written"):
+    with pytest.raises(DataError, match="cannot write the tokenizer"):
         write_tokenizer(config, tmp_path / "run-tokenizer")
     assert [each.name for each in tmp_path.iterdir()] == ["tokenizer"]
 

@@ -181,7 +181,7 @@ def test_the_run_of_another_is_neither_resumed_nor_written_into(
     refuse_second(theirs.path.parent, "tiny", "auto")
     begun = begin_run(resolved, text, "auto")
     assert (begun.resumed, begun.run_dir.name) == (False, "tiny-2")
-    assert "tiny-1 belongs to" in begun.note and "new run: tiny-2" in begun.note
+    assert "tiny-1 belongs to" in begun.note and "a new run, tiny-2" in begun.note
     checkpoint = theirs.checkpoints / "step-00000004"
     for given in (theirs.path, "tiny-1", checkpoint):
         with pytest.raises(UserError, match="does not write into tiny-1, a folder of") as caught:

@@ -161,8 +161,7 @@ def _text_chunks(path: Path, parser: Parser, begin: ChunkStart) -> Iterator[Chun
                 f"{lines}, but its name is that of a text file",
                 where=str(path),
                 fix=f"rename it to {path.name}.{'jsonl' if rows == 'lines' else 'json'} so that "
-                f"isles "
-                "reads the rows, or remove it from data.sources",
+                "isles reads the rows, or remove it from data.sources",
             )
         if block:
             parser.check((PLAIN,), str(path))
