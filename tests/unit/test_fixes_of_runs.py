@@ -102,7 +102,7 @@ def test_the_printed_command_goes_on_with_a_run(folder, *, tmp_path, monkeypatch
     with pytest.raises(UserError, match="not finished") as caught:
         begin(run_file, overrides[0], "seed=4", resume="auto")
     fix = caught.value.fix
-    (was,) = re.findall(r"started by `(isles [^`]+)`", fix)
+    (was,) = re.findall(r"started with `(isles [^`]+)`", fix)
     assert start_typed(shell_words(was)[2:]).resumed
     for option in re.findall(r"`(--resume [^`]+|name=…)`", fix):
         more = shell_words(option.replace("…", "other"))
