@@ -225,7 +225,7 @@ def test_an_export_replaces_only_an_export(tmp_path: Path) -> None:
             export([made()], taken)
         assert "another name" in (refused.value.fix or "")
     assert notes.read_text().endswith("mine")
-    with pytest.raises(UserError, match="cannot be written"):
+    with pytest.raises(UserError, match="cannot write"):
         export([made()], tmp_path / "none" / "run.html")
     assert {one.name for one in tmp_path.iterdir()} == {"run.html", "notes.html", "pipe"}
 

@@ -205,7 +205,7 @@ def test_a_model_arrives_whole_and_an_upload_that_fails_loses_nothing(run_file, 
 
 
 REFUSED = [
-    ("me/x", "hf_unknown", "does not accept the token"),
+    ("me/x", "hf_unknown", "refuses the token"),
     ("me/x", "hf_reader", "the token of me is read-only"),
     ("you/x", TOKEN, "the token belongs to me (member of lab, museum), not to you"),
     ("museum/x", TOKEN, "me has only read access to museum"),
