@@ -110,7 +110,7 @@ def test_saved_datasets_are_read_also_from_any_row_on(tmp_path):
         (tmp_path / "plain" / name).write_text("a")
     error = error_of(tmp_path / "plain")
     assert "plain is a folder" in error.what and error.fix.endswith("plain/**/*.md")
-    assert "there are: text, n" in error_of(tmp_path / "one", text_column="body").what
+    assert "the columns are text, n" in error_of(tmp_path / "one", text_column="body").what
     assert "2 of 2 rows" in error_of(tmp_path / "one", text_column="n").what
     one = SourceConfig(path=str(tmp_path / "one"))
     assert open_source(one).identity() == open_source(one).identity()

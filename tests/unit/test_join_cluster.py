@@ -303,7 +303,11 @@ def test_who_does_not_answer_is_named_and_a_stranger_gets_no_token(line, state):
             (replace(line, port=tls, fingerprint=b"x" * 32), PreflightError, "certificate"),
             (replace(line, port=1), CommunicationError, "no hub listens"),
             (replace(line, token=TOKEN), PreflightError, "token"),
-            (replace(line, host="nowhere.invalid"), CommunicationError, "no host nowhere.invalid"),
+            (
+                replace(line, host="nowhere.invalid"),
+                CommunicationError,
+                "does not know the host nowhere.invalid",
+            ),
         ):
             with pytest.raises(kind, match=what) as caught:
                 ask_hub(wrong, "/v1/status", 20)
