@@ -48,7 +48,7 @@ class Connection:
     """The connection to the coordinator; reconnects if the connection breaks.
 
     Args:
-        address: host and port at which the coordinator listens.
+        address: host and port of the coordinator.
         hello: identity of this node; see `RendezvousServer`.
         start_timeout_s: longest wait for the coordinator at the start, and, if `may_return`, once
             more after the connection was lost.

@@ -259,7 +259,7 @@ class Coordinator:
                     f"{members.missing(connected)} did not join within "
                     f"{nodes.start_timeout_s:.0f} s; joined: {present}{more}",
                     "check that they are switched on and can reach the first node: "
-                    f"nc -vz {nodes.meets_at} {nodes.port}; to wait longer, raise "
+                    f"nc -vz {nodes.meets_at} {nodes.port}. To wait longer, raise "
                     "clusters.0.start_timeout",
                     id="start.timeout",
                 )

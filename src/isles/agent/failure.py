@@ -77,8 +77,7 @@ def decide(
     max_restarts: int,
     stop: ExitCode | None = None,
 ) -> Restart:
-    """Decide what follows from a failure, and record the decision; also the outcome if the run
-    ends.
+    """Decide between restart and end after a failure, and record the decision.
 
     `restart`: number of restarts before; `stop`: exit code of a stop that was requested in the
     meantime.

@@ -52,7 +52,7 @@ class QueuedRun:
         """Whether a lost node is replaced while the others stay."""
         self._is_script = config.training.script is not None
         self.is_terminated = False
-        """Whether the job was told to end: by its user, or by the queue for a job with priority."""
+        """Whether its user, or the queue for a job with priority, has asked the job to end."""
         self.is_requeued = False
         """Whether to requeue the job when all agents have exited."""
 

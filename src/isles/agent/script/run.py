@@ -210,7 +210,7 @@ def failed_record(
 
     Args:
         code: exit code; negative if a signal ended the script.
-        log_start: offset in the rank's log at which this process started.
+        log_start: offset in the rank's log where the output of this process starts.
     """
     tail: list[str] = []
     with suppress(OSError), attempt.rank_log(env.rank).open("rb") as stream:
@@ -268,7 +268,7 @@ def _missing(env: RankEnv, script: str) -> ErrorRecord:
 
 
 def _raised(tail: list[str]) -> tuple[str, str, list[str]] | None:
-    """The last raised error, the line that raised it, and its traceback; None if there is none."""
+    """The last raised error, the line that raised it, and its traceback, or None."""
     heads = [i for i, line in enumerate(tail) if "Traceback (most recent call last)" in line]
     if not heads:
         return None
