@@ -77,7 +77,8 @@ def decide(
     max_restarts: int,
     stop: ExitCode | None = None,
 ) -> Restart:
-    """Decide between restart and end after a failure, and record the decision.
+    """Decide between restart and end after a failure, and record the decision. Record the outcome
+    if the run ends.
 
     `restart`: number of restarts before; `stop`: exit code of a stop that was requested in the
     meantime.
