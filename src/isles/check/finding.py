@@ -44,7 +44,7 @@ IDS = (
     # Queues
     *("queue.commands", "queue.partition", "queue.nodes", "queue.time", "queue.gres"),
 )
-"""Ids of all findings. docs/check.md has a row for each, in this order."""
+"""Ids of all findings. docs/checks.md has a row for each, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Finding:
     """The result of one check.
 
     Args:
-        id: id of the check; docs/check.md has a row for each.
+        id: id of the check; docs/checks.md has a row for each.
         level: an error prevents a run, or makes it slow. A warning may do so.
         where: host, pair of hosts, or place in the run file.
         measured, limit: the value, and the required value.
