@@ -103,8 +103,8 @@ Find the largest model that fits on your GPU, and the model types that train.
 
 The largest of seven models that fits on one GPU, with `data.seq_length: 2048`,
 `training.micro_batch_size: 1` and `training.gradient_checkpointing: full`. Adapters have rank 16.
-"Full in bf16" means `precision: bf16-true`, `optimizer: adamw_8bit` and `stochastic_rounding: true`.
-The other columns have the default precision and optimizer.
+"Full in bf16" means `precision: bf16-true`, `optimizer: adamw_8bit` and
+`stochastic_rounding: true`. The other columns have the default precision and optimizer.
 """
 
 NEEDED = """\
@@ -115,9 +115,9 @@ BEYOND = """\
 No GPU was used for these numbers. [Benchmarks](benchmarks.md#memory-estimates) has their accuracy.
 
 For your own run file, run `isles plan run.yaml --gpus 4090`. The plan also names the change that
-makes a run fit. A longer `data.seq_length` and a larger `training.micro_batch_size` need more memory.
-Several GPUs share a model with [FSDP or ZeRO](strategies.md), except for QLoRA, which needs the whole
-model on each GPU.
+makes a run fit. A longer `data.seq_length` and a larger `training.micro_batch_size` need more
+memory. Several GPUs share a model with [FSDP or ZeRO](strategies.md), except for QLoRA, which needs
+the whole model on each GPU.
 
 ## Models that train
 
