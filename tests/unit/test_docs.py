@@ -104,8 +104,9 @@ def test_a_removed_page_leads_to_a_page_that_exists():
 
 
 def test_the_reference_is_what_the_schema_says():
-    """Also the tables of names of other tools, and the charts the page of benchmarks."""
-    for script in ("make_run_file.py", "make_coming_from.py", "make_charts.py"):
+    """Also the tables of names of other tools, the table of models, and the charts."""
+    scripts = ("make_run_file.py", "make_coming_from.py", "make_models.py", "make_charts.py")
+    for script in scripts:
         done = run_program([sys.executable, ROOT / "docs" / script, "--check"])
         assert done.returncode == 0, done.stdout + done.stderr
 

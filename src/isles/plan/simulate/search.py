@@ -1,6 +1,6 @@
 """Search for better outer settings of the same fleet, by simulated goodput.
 
-The search knows only time. docs/benchmarks.md has the measured loss of quality by setting. So of
+The search knows only time. benchmarks/HISTORY.md has the loss of quality by setting. So of
 two settings with about the same goodput, the search prefers the setting that learns better: a
 shorter round, a shorter delay and a finer codec. It does not vary `deadline`, as clusters train on
 after a deadline, which has the same effect as a longer round.
