@@ -283,7 +283,7 @@ def _sentence(node: keys.Schema) -> str:
 def _shapes() -> Iterator[str]:
     yield "## Shapes shipped with isles\n"
     yield "Llama architectures for `model.name_or_path` with `init: scratch`. The parameters"
-    yield "include the vocabulary of the table. A tokenizer that isles trains has its own size.\n"
+    yield "include this vocabulary. A tokenizer that isles trains has its own vocabulary size.\n"
     yield "| name | parameters | vocabulary | longest sequence | layers | width |"
     yield "|---|---|---|---|---|---|"
     for name in shape_names():
