@@ -89,8 +89,8 @@ class DataConfig(Section):
 
     streaming: bool = False
     """Prepare tokens in pieces during training and then discard them, for data that does not fit
-    the disk. isles shuffles within pieces of about 16 million tokens. It needs max_steps or
-    max_time, and weights for several sources."""
+    the disk. isles shuffles within pieces of about 16 million tokens. The run needs max_steps or
+    max_time, and several sources need weights."""
 
     validation_fraction: Annotated[float, Field(ge=0, le=0.5)] = 0.02
     """Share of the documents held out for evaluation: at least one document, or the end of a single

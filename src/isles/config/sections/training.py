@@ -60,9 +60,9 @@ class TrainingConfig(Section):
     micro_batch_size: (
         PositiveInt | Literal["auto"] | Annotated[dict[str, PositiveInt], Field(min_length=1)]
     ) = "auto"
-    """Sequences per rank in one forward pass, also by host, such as {big-box: 16}. auto: the
-    largest number that fits on the GPU, or at most 8 on a CPU. isles derives the gradient
-    accumulation."""
+    """Sequences per rank in one forward pass, also by host, such as {big-box: 16}, with auto on the
+    other hosts. auto: the largest number that fits on the GPU, or at most 8 on a CPU. isles derives
+    the gradient accumulation."""
 
     learning_rate: Annotated[float, Field(gt=0, le=100)] = 4e-4
     """Peak learning rate."""
@@ -120,7 +120,7 @@ class TrainingConfig(Section):
     """Steps between two records of loss, speed and memory."""
 
     eval_steps: PositiveInt | None = 200
-    """Steps between two evaluations. null evaluates only at the end, as every run does."""
+    """Steps between two evaluations. isles also evaluates at the end; null evaluates only then."""
 
     eval_samples: PositiveInt | None = 512
     """Validation sequences per evaluation, always the same ones. null uses all."""
