@@ -1,4 +1,4 @@
-"""Write the tables of docs/coming-from.md from the names of other tools that isles knows.
+"""Write the tables of docs/coming-from-*.md from the names of other tools that isles knows.
 
 Run it after a change of src/isles/config/aliases.yaml; tests/unit/test_docs.py compares.
 """
@@ -7,92 +7,121 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from isles.config.issues import alias_keys, aliases
+from isles import __version__
+from isles.config import keys
+from isles.config.issues import Alias, alias_keys
 
-PAGE = Path(__file__).with_name("coming-from.md")
-PARTS = {
+DOCS = Path(__file__).parent
+BEGIN, END = "<!-- written by docs/make_coming_from.py -->", "<!-- end -->"
+TOOLS = {
     "accelerate": ("Accelerate", "HF Trainer"),
     "axolotl": ("axolotl",),
-    "torchrun": ("torchrun",),
     "opendiloco": ("OpenDiLoCo",),
     "skypilot": ("SkyPilot",),
     "ray": ("Ray",),
     "oumi": ("Oumi",),
 }
-"""A part of the page, and the tools whose names stand in its tables."""
+"""A page, and the tools whose names are in its table."""
+MOST_NAMES = 4
+"""Names that a reason shows."""
 
 
 def main() -> int:
-    """Write the page; with --check only compare. Returns the exit code."""
-    old = PAGE.read_text(encoding="utf-8")
-    new = with_tables(old)
-    if "--check" in sys.argv[1:]:
-        if old != new:
-            sys.stderr.write(f"{PAGE} is not what {__file__} writes\n")
-        return int(old != new)
-    PAGE.write_text(new, encoding="utf-8")
-    return 0
+    """Write the pages; with --check only compare. Returns the exit code."""
+    parts = {name: key_list(tools) for name, tools in TOOLS.items()}
+    different = 0
+    for name, text in parts.items():
+        page = DOCS / f"coming-from-{name}.md"
+        old = page.read_text(encoding="utf-8")
+        head, begin, rest = old.partition(BEGIN)
+        _, end, tail = rest.partition(END)
+        if not begin or not end:
+            raise ValueError(f"{page} has no place for its table")
+        new = f"{head}{BEGIN}\n{text}\n{END}{tail}"
+        if "--check" not in sys.argv[1:]:
+            page.write_text(new, encoding="utf-8")
+        elif old != new:
+            sys.stderr.write(f"{page} is not what {__file__} writes\n")
+            different += 1
+    return int(different > 0)
 
 
-def with_tables(page: str) -> str:
-    """A page with what stands between its marks written anew."""
-    tables = {name: key_tables(tools) for name, tools in PARTS.items()}
-    tables["values"] = value_table()
-    for name, text in tables.items():
-        begin, end = (
-            f"<!-- {name}: written by docs/make_coming_from.py -->",
-            f"<!-- {name}: end -->",
-        )
-        page, num = re.subn(
-            rf"{re.escape(begin)}.*?{re.escape(end)}",
-            lambda _, text=text, begin=begin, end=end: f"{begin}\n{text}\n{end}",  # type: ignore[misc]
-            page,
-            flags=re.S,
-        )
-        if num != 1:
-            raise ValueError(f"the page has {num} places for {name}")
-    return page
-
-
-def key_tables(tools: Iterable[str]) -> str:
-    """Keys that have a name here, then those that have none and why."""
-    here: dict[tuple[str, str], list[str]] = {}
-    nowhere: dict[str, list[str]] = {}
+def key_list(tools: Iterable[str]) -> str:
+    """Keys with another name in isles, keys that only move, and keys that isles does not have."""
+    renamed: dict[tuple[str, str], list[str]] = {}
+    moved: list[str] = []
+    missing: dict[str, list[str]] = {}
     for alias in alias_keys().values():
-        if not set(tools) & set(alias.tools):
+        # docs/hivemind.md has the flags of OpenDiLoCo that begin with `hv`.
+        if not set(tools) & set(alias.tools) or alias.name.startswith("hv"):
             continue
         if alias.target is None:
-            nowhere.setdefault(alias.note, []).append(alias.name)
+            missing.setdefault(alias.note, []).append(alias.name)
+        elif _only_moves(alias):
+            moved.append(alias.target)
         else:
-            here.setdefault((alias.target, alias.note), []).append(alias.name)
-    lines = ["| there | here | to mind |", "|---|---|---|"]
-    lines += [
-        f"| {_names(names)} | `{target}` | {_cell(note)} |"
-        for (target, note), names in here.items()
-    ]
-    lines += ["", "| there | no key here |", "|---|---|"]
-    lines += [f"| {_names(names)} | {_cell(note)} |" for note, names in nowhere.items()]
-    return "\n".join(lines)
+            renamed.setdefault((alias.target, alias.note), []).append(alias.name)
+    return "\n".join((*_renamed(renamed), *_moved(moved), *_missing(missing))).strip()
 
 
-def value_table() -> str:
-    """Words for a value that mean another word here."""
-    lines = ["| key | there | here |", "|---|---|---|"]
-    for key, meanings in aliases()["values"].items():
-        for meaning, words in meanings.items():
-            lines.append(f"| `{key}` | {_names(words.split())} | `{meaning}` |")
-    return "\n".join(lines)
+def _only_moves(alias: Alias) -> bool:
+    """Whether the isles name is the end of the name, such as `adapter.r` for `lora_r`."""
+    last = (alias.target or "").rpartition(".")[2]
+    return re.search(rf"(^|[._]){last}$", alias.name) is not None
+
+
+def _renamed(found: dict[tuple[str, str], list[str]]) -> Iterator[str]:
+    yield from ("| key | isles |", "|---|---|")
+    for (target, note), names in found.items():
+        shown = f" ({note})" if _says_more(note, target) else ""
+        yield f"| {_names(names)} | `{target}`{shown} |"
+
+
+def _says_more(note: str, target: str) -> bool:
+    """Whether a note does not only list values of its key, as docs/run-file.md does."""
+    node = keys.schema_at(tuple(int(part) if part == "0" else part for part in target.split(".")))
+    assert node is not None, target
+    values = {*keys.literals(node), *keys.literals(keys.items(node) or {})}
+    words = set(re.findall(r"[\w-]+", note)) - {"a", "and", "list", "of", "one", "or"}
+    return len(words) == 1 or not words <= values
+
+
+def _moved(targets: list[str]) -> Iterator[str]:
+    if targets:
+        yield "\nThese keys keep their names, in another section or without a prefix:"
+        yield f"{_names(dict.fromkeys(targets))}."
+
+
+def _missing(found: dict[str, list[str]]) -> Iterator[str]:
+    unsupported = f"isles {__version__} does not support this"
+    reasons = {note: names for note, names in found.items() if not note.startswith(unsupported)}
+    if reasons:
+        yield "\nisles needs no key for these names:\n"
+    for note, names in reasons.items():
+        every = _names(names).split(", ")
+        rest = f" and {len(every) - MOST_NAMES} more" if len(every) > MOST_NAMES + 1 else ""
+        yield f"- {', '.join(every[:MOST_NAMES] if rest else every)}{rest}: {note}"
+    if missing := {note: names for note, names in found.items() if note not in reasons}:
+        texts = (
+            _names(names)
+            + note.removeprefix(unsupported).replace(": ", " (", 1)
+            + ")" * (": " in note)
+            for note, names in missing.items()
+        )
+        yield f"\nisles {__version__} does not support {', '.join(texts)}."
 
 
 def _names(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    """Names between backticks, without names that end in another of them."""
+    every = tuple(names)
+    return ", ".join(
+        f"`{name}`"
+        for name in every
+        if not any(re.search(rf"[._]{other}$", name) for other in every)
+    )
 
 
 if __name__ == "__main__":

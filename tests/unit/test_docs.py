@@ -119,7 +119,7 @@ def test_the_example_of_an_error_is_what_is_printed(tmp_path, capsys):
         "model: {name_or_path: llama-2m, init: scratch}\n"
         "sequence_len: 512\n"
         "data: {sources: [{path: python-docs}]}\n"
-        "training: {max_steps: 5, gradient_accumulation_steps: 4, precision: bf16}\n"
+        "training: {max_steps: 5, precision: bf16}\n"
     )
     assert main(["config", "show", str(path)]) == ExitCode.USER
     assert capsys.readouterr().err.replace(f"{path}", "run.yaml") == shown
@@ -247,9 +247,10 @@ def is_script(name: str) -> bool:
 
 
 def without_others(page: Path) -> str:
-    """The text of a page without the names of other tools, a table's first column."""
+    """The text of a page without the names of other tools: first in a row or in an item."""
     text = read(page)
-    return re.sub(r"^\|[^|]*", "", text, flags=re.M) if page.name == "coming-from.md" else text
+    is_about_others = page.name.startswith("coming-from")
+    return re.sub(r"^(?:\|[^|]*|- [^:]*)", "", text, flags=re.M) if is_about_others else text
 
 
 @cache

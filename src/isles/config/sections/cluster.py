@@ -39,7 +39,7 @@ class HostConfig(Section):
     """One host of an ssh launcher, or one node that a person starts manually."""
 
     ssh: Login
-    """The host for ssh from this machine: host, user@host, or a name of ~/.ssh/config."""
+    """Host for ssh: host, user@host, or a name of ~/.ssh/config."""
 
     address: Text | None = None
     """Address of this host for the other hosts. Default: isles finds it."""
@@ -49,7 +49,7 @@ class HostConfig(Section):
 
 
 class SshLauncherConfig(Section):
-    """Ranks on a list of hosts, started from this machine by the user's own ssh."""
+    """Ranks on a list of hosts, started from this machine by your own ssh."""
 
     kind: Literal["ssh"] = "ssh"
     """Hosts that you reach with ssh."""
@@ -73,19 +73,18 @@ class ManualLauncherConfig(Section):
 
 
 class SkypilotLauncherConfig(Section):
-    """Nodes that SkyPilot finds and starts, through the user's own sky command, with an agent on
-    each."""
+    """Nodes that SkyPilot finds and starts, through your own sky command."""
 
     kind: Literal["skypilot"] = "skypilot"
     """SkyPilot."""
 
     accelerators: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Acceptable GPUs, by their SkyPilot names and without a count: [H100, A100-80GB]. SkyPilot
-    takes the cheapest available, gpus_per_node of them on each node."""
+    """Acceptable GPUs without a count, such as [H100, A100-80GB]. SkyPilot takes the cheapest
+    available, gpus_per_node of them on each node."""
 
     resources: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies defaults)
-    """More `resources` of the task, in SkyPilot's format: infra, use_spot, cpus, memory, image_id,
-    disk_size …"""
+    """More `resources` of the task, in SkyPilot's format, such as infra, use_spot, cpus, memory or
+    image_id."""
 
     file_mounts: dict[Text, Any] = {}  # noqa: RUF012
     """Files and buckets on the nodes, in SkyPilot's format, such as {~/runs: {source:
@@ -93,27 +92,26 @@ class SkypilotLauncherConfig(Section):
 
     workdir: Text | None = None
     """Folder of this machine that SkyPilot copies to ~/sky_workdir of each node, except files in
-    .skyignore or else .gitignore. Default: no folder."""
+    .skyignore, else .gitignore. Default: no folder."""
 
     setup: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Lines of bash that SkyPilot runs once on each node. Default: isles makes ~/.isles/venv on the
-    node and installs isles into it, unless environment names the Python."""
+    """Lines of bash that SkyPilot runs once on each node. Default: isles installs itself into
+    ~/.isles/venv, unless environment names the Python."""
 
     secrets: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Variables of this machine that the nodes get as SkyPilot secrets, such as HF_TOKEN. isles
-    writes their values into no file and no command line."""
+    """Variables of this machine for the nodes, as SkyPilot secrets, such as HF_TOKEN. isles writes
+    their values nowhere."""
 
     cluster: Annotated[str, Field(pattern=r"^[A-Za-z]([-_.A-Za-z0-9]*[A-Za-z0-9])?$")] | None = None
-    """Name of the SkyPilot cluster, also its ssh name. SkyPilot reuses an existing cluster.
-    Default: isles-NAME."""
+    """Name of the SkyPilot cluster, also for ssh. SkyPilot reuses an existing cluster. Default:
+    isles-NAME."""
 
     managed: bool = False
-    """Run as a managed job. SkyPilot restarts it, in another region if necessary, if its nodes are
-    taken away or it exits with code 85. sky jobs shows it; isles status does not."""
+    """Run as a managed job, which SkyPilot restarts if its nodes are taken away or it exits with
+    code 85. sky jobs shows it; isles status does not."""
 
     autostop: Annotated[DurationS, Field(ge=60)] | None = None
-    """Idle time after which SkyPilot stops the nodes. Default: they run until you call sky stop or
-    sky down."""
+    """Idle time after which SkyPilot stops the nodes. Default: never."""
 
     launch_timeout: Annotated[DurationS, Field(ge=1)] = 3600.0
     """Longest wait for SkyPilot to find the nodes, set them up and start the run."""
@@ -139,27 +137,27 @@ class QueueSection(LoginSection):
     """How long before the time limit the run starts to save."""
 
     account: Text | None = None
-    """Account, or project, that the job is charged to."""
+    """Account or project to charge."""
 
     cpus_per_node: Count | None = None
     """CPU cores on each node. Default: the cluster's own."""
 
     memory_per_node: Text | None = None
-    """Memory on each node, in the scheduler's format: 200G. Default: the cluster's own."""
+    """Memory on each node, such as 200G. Default: the cluster's own."""
 
     bin_path: Text | None = None
     """Folder of the scheduler's commands, if they are not on PATH."""
 
     check: bool = False
-    """Run `isles check` on the job's nodes and links as a pre-job check, before the ranks start. A
-    failed check ends the job with exit code 2."""
+    """Run `isles check` on the job's nodes before the ranks start. A failed check ends the job with
+    exit code 2."""
 
     extra: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """More options of the job, one per line, such as --mail-type=END."""
+    """More options of the job, such as [--mail-type=END]."""
 
 
 class SlurmLauncherConfig(QueueSection):
-    """A Slurm job with an agent on each node."""
+    """A Slurm job."""
 
     kind: Literal["slurm"] = "slurm"
     """Slurm."""
@@ -188,20 +186,21 @@ class SlurmLauncherConfig(QueueSection):
 
 
 class PbsLauncherConfig(QueueSection):
-    """An OpenPBS or Torque job with an agent on each node."""
+    """An OpenPBS or Torque job."""
 
     kind: Literal["pbs"] = "pbs"
     """PBS."""
 
     dialect: Literal["auto", "openpbs", "torque"] = "auto"
-    """openpbs: -l select=. torque: -l nodes=:ppn=. auto: isles reads it from qstat --version."""
+    """openpbs requests with -l select=, and torque with -l nodes=:ppn=. auto: isles reads it from
+    qstat --version."""
 
     queue: Text | None = None
     """Queue. Default: the cluster's own."""
 
     resources: Text | None = None
-    """The whole resource request after -l, if your site needs another one than isles writes. It
-    must request the same number of nodes as `nodes`."""
+    """The whole resource request after -l, for special sites. It must request the same number of
+    nodes as `nodes`."""
 
 
 class RayBundleConfig(Section):
@@ -211,26 +210,26 @@ class RayBundleConfig(Section):
     """Ranks on this node. Default: gpus_per_node."""
 
     resources: dict[Text, Annotated[float, Field(gt=0)]] = Field(default={})
-    """Resources that the node must have free, in addition to a GPU and a CPU per rank, by their Ray
-    names: {CPU: 16, memory: 64000000000, big_disk: 1}."""
+    """Resources that the node must have free, in addition to a GPU and a CPU per rank, such as
+    {memory: 64000000000, big_disk: 1}."""
 
     label_selector: dict[Text, Text] = Field(default={})
     """Labels that the node must have, in Ray's format: {ray.io/accelerator-type: H100}."""
 
 
 class RayLauncherConfig(LoginSection):
-    """A job of a Ray cluster: a placement group with a bundle and an agent on each node."""
+    """A job of a Ray cluster."""
 
     kind: Literal["ray"] = "ray"
     """Ray."""
 
     address: Text = "auto"
     """Where you submit jobs: http://HEAD:8265, ray://HEAD:10001, or auto for the cluster of this
-    machine. RAY_ADDRESS overrides this key, as in all of Ray."""
+    machine. RAY_ADDRESS overrides this key."""
 
     bundles: Annotated[tuple[RayBundleConfig, ...], Field(strict=False)] = ()
-    """Requirements of the nodes: one entry for all nodes, or one per node in the order of the
-    ranks. Default: a GPU and a CPU per rank, or only a CPU without GPUs."""
+    """Requirements of the nodes, see docs/ray.md. Default: a GPU and a CPU per rank, or only a CPU
+    without GPUs."""
 
 
 LauncherConfig = Annotated[
@@ -261,18 +260,18 @@ class ContainerConfig(Section):
 
     image: Text
     """A file or folder that the nodes see (image.sif, image.sqsh, ./folder), or a name in a
-    registry, such as ghcr.io/me/train:1.2, with or without docker://."""
+    registry, such as ghcr.io/me/train:1.2."""
 
     runtime: Runtime | Literal["auto"] = "auto"
-    """Program that runs the container. auto: apptainer for a file. For a name in a registry: pyxis
-    in Slurm if srun supports it, else apptainer in jobs and podman outside of jobs."""
+    """auto: apptainer for a file. For a name in a registry: pyxis in Slurm if srun supports it,
+    else apptainer in jobs and podman outside of jobs."""
 
     python: Text = "python3"
     """Python in the image."""
 
     binds: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """More files and folders of the nodes to mount: PATH, FROM:TO or FROM:TO:ro. isles mounts the
-    run directory, workdir, the paths of the run file and the caches without an entry."""
+    """More files and folders to mount: PATH, FROM:TO or FROM:TO:ro. isles itself mounts the run
+    directory, workdir, the paths of the run file and the caches."""
 
     extra: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """More options, one word each, of apptainer exec, podman run or srun."""
@@ -283,8 +282,8 @@ class EnvironmentConfig(Section):
     conda."""
 
     python: Text | None = None
-    """Python on the nodes. Default: the Python of venv or conda, or without them the path of this
-    machine's Python."""
+    """Python on the nodes. Default: the Python of venv or conda, else the path of this machine's
+    Python."""
 
     venv: Text | None = None
     """Folder of a virtual environment on every node."""
@@ -301,15 +300,15 @@ class EnvironmentConfig(Section):
     variables: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], Lines] = Field(
         default={}
     )
-    """Environment variables of the ranks, with the text that you type: 010 stays 010. isles writes
-    them into scripts and records, so do not put secrets here."""
+    """Environment variables of the ranks, as typed: 010 stays 010. isles writes them into scripts
+    and records, so do not put secrets here."""
 
     packages: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Packages that `isles setup` installs in addition to isles, in pip's format."""
+    """Packages that `isles setup` also installs, in pip's format."""
 
     container: Text | ContainerConfig | None = None
-    """Container image for the agents and ranks. The Python of the image needs isles and torch; the
-    Python of the nodes then needs only isles. Default: no container."""
+    """Container image for the agents and ranks, with isles and torch. The Python of the nodes then
+    needs only isles. Default: no container."""
 
     @property
     def own_container(self) -> ContainerConfig | None:
@@ -343,8 +342,8 @@ class SyncConfig(Section):
     """Copies files from this machine to every node before the run starts, by rsync over ssh."""
 
     paths: Annotated[tuple[Text, ...], Field(strict=False, min_length=1)]
-    """Files and folders of this machine to copy into workdir, under their own names. [.] copies the
-    content of the current folder."""
+    """Files and folders of this machine to copy into workdir. [.] copies the content of the current
+    folder."""
 
     exclude: Annotated[tuple[Text, ...], Field(strict=False)] = (
         ".git",
@@ -375,7 +374,7 @@ class ClusterConfig(Section):
     """A group of ranks on fast links that take every optimizer step together."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "local"
-    """A short name, for messages."""
+    """Short name for messages."""
 
     launcher: LauncherConfig = LocalLauncherConfig()
     """How isles starts the processes."""
@@ -385,20 +384,19 @@ class ClusterConfig(Section):
     number of CPU processes (auto: one)."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Device of the ranks. auto: cuda if the hosts have GPUs (local, ssh). For a queue or the
-    manual launcher, whose nodes are not visible from this machine, auto means cuda."""
+    """Device of the ranks. auto: cuda if the hosts have GPUs (local, ssh), and always cuda for a
+    queue or the manual launcher."""
 
     nodes: Annotated[int, Field(ge=1, le=1024)] | NodeRange | Literal["auto"] = "auto"
-    """Number of nodes, or MIN:MAX. With MIN:MAX, the run continues while at least MIN nodes are
-    connected, and grows again when a node reconnects. auto: every listed host (ssh, manual) or
-    bundle (ray), else one. The local launcher starts all nodes on this machine."""
+    """Number of nodes, or MIN:MAX: the run continues with at least MIN nodes, and grows again when
+    a node reconnects. auto: every listed host (ssh, manual) or bundle (ray), else one. The local
+    launcher starts all nodes on this machine."""
 
     strategy: StrategyConfig | None = None
     """How the ranks of this cluster share the model. Default: `strategy` of the run file."""
 
     balance: BalanceConfig | None = None
-    """Share of each rank of this cluster in the global batch. Default: `balance` of the run
-    file."""
+    """Share of each rank in the global batch. Default: `balance` of the run file."""
 
     environment: EnvironmentConfig = EnvironmentConfig()
     """The Python of the nodes, and the setup before it starts."""
@@ -407,23 +405,20 @@ class ClusterConfig(Section):
     """How the ranks reach each other."""
 
     workdir: Text | None = None
-    """Working folder of the ranks on the nodes. The paths of this file are relative to it. Default:
-    the current folder of this machine."""
+    """Working folder of the ranks, and of the paths of this file. Default: the current folder."""
 
     sync: SyncConfig | None = None
     """Files to copy to the nodes before the run starts. Default: none."""
 
     start_timeout: Annotated[DurationS, Field(ge=1)] = 120.0
-    """Longest wait for all nodes to connect, after the first has connected. The error lists the
-    missing nodes."""
+    """Longest wait for all nodes to connect, after the first has connected."""
 
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
     """How often isles restarts all ranks from the last checkpoint after a failure. An error that
-    would only repeat, such as a wrong run file, ends the run immediately."""
+    would repeat, such as a wrong run file, ends the run immediately."""
 
     comm_timeout: Annotated[DurationS, Field(ge=1)] = 600.0
-    """Longest wait for another rank in one collective operation. Then the run stops with an error
-    that names the rank."""
+    """Longest wait for another rank in one collective operation. Then an error names the rank."""
 
     @property
     def is_here(self) -> bool:

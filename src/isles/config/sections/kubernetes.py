@@ -19,8 +19,8 @@ class VolumeConfig(Section):
     """A PersistentVolumeClaim that every pod mounts."""
 
     claim: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
-    """Name of the PersistentVolumeClaim, in the namespace of the run. Pods on several nodes need a
-    claim with access mode ReadWriteMany."""
+    """Name of the PersistentVolumeClaim, in the namespace of the run. Pods on several nodes need
+    access mode ReadWriteMany."""
 
     path: Folder
     """Mount path in the pods."""
@@ -29,7 +29,7 @@ class VolumeConfig(Section):
     """Folder of the volume to mount. Default: the whole volume."""
 
     read_only: bool = False
-    """Whether the pods can only read the volume, such as a data set."""
+    """The pods can only read the volume."""
 
 
 class TolerationConfig(Section):
@@ -46,7 +46,7 @@ class TolerationConfig(Section):
 
 
 class KubernetesLauncherConfig(Section):
-    """Pods of a Kubernetes cluster, made by the user's own kubectl, with an agent in each."""
+    """Pods of a Kubernetes cluster, made by your own kubectl."""
 
     kind: Literal["kubernetes"] = "kubernetes"
     """Kubernetes."""
@@ -55,8 +55,8 @@ class KubernetesLauncherConfig(Section):
     """Container image with bash, Python, torch and this version of isles."""
 
     volumes: Annotated[tuple[VolumeConfig, ...], Field(strict=False)] = ()
-    """Claims that the pods mount. `output_dir` must be on a claim without read_only: all other
-    files of a pod are deleted with it."""
+    """Claims to mount. `output_dir` must be on a claim without read_only: Kubernetes deletes all
+    other files of a pod with it."""
 
     flavour: Literal["job", "jobset", "trainjob"] = "job"
     """job: an Indexed Job, which every cluster supports. jobset: a JobSet. trainjob: a TrainJob of
@@ -69,7 +69,7 @@ class KubernetesLauncherConfig(Section):
     """Namespace. Default: the namespace of the context."""
 
     gpu_resource: Label = "nvidia.com/gpu"
-    """Resource for GPUs. Each pod requests gpus_per_node of it if the ranks use GPUs."""
+    """Resource for GPUs. Each pod requests gpus_per_node of it."""
 
     resources: dict[Label, Text] = Field(default={})
     """More resources of each pod, as requests and limits: `{cpu: "16", memory: 128Gi}`."""
@@ -78,22 +78,21 @@ class KubernetesLauncherConfig(Section):
     """Labels that the nodes must have."""
 
     tolerations: Annotated[tuple[TolerationConfig, ...], Field(strict=False)] = ()
-    """Taints that the pods tolerate."""
+    """Taints that the pods tolerate, see docs/kubernetes.md."""
 
     pull_secret: Text | None = None
     """Secret for pulling the image."""
 
     service_account: Text | None = None
-    """Service account of the pods. The pods get no token for it. Default: the namespace's
-    default."""
+    """Service account of the pods, without its token. Default: the namespace's default."""
 
     pending_timeout: Annotated[DurationS, Field(ge=10)] = 600.0
-    """Longest wait for the pods to run, at the start and after a pod was lost. It includes
-    scheduling and pulling the image, and adds to start_timeout."""
+    """Longest wait for the pods to run, at the start and after a pod was lost. It adds to
+    start_timeout."""
 
     save_within: Annotated[DurationS, Field(ge=10)] = 300.0
-    """How long a pod may take to save after Kubernetes asks it to stop (eviction, drain)."""
+    """Time that a pod has to save after Kubernetes asks it to stop (eviction, drain)."""
 
     keep_job: Annotated[DurationS, Field(ge=30)] = 3600.0
-    """Time after which Kubernetes deletes the ended Job and everything that belongs to it. The run
-    directory stays as long as its claim."""
+    """Time after which Kubernetes deletes the ended Job and its objects. The run directory stays on
+    its claim."""

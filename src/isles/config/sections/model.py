@@ -17,15 +17,14 @@ class ModelConfig(Section):
     """A Hugging Face id, a local folder or config.json, or a shape shipped with isles."""
 
     init: Literal["pretrained", "scratch"] = "pretrained"
-    """pretrained: load the weights (safetensors). scratch: start with random weights."""
+    """pretrained loads the weights (safetensors). scratch starts with random weights."""
 
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
-    """Implementation of attention. sdpa: PyTorch's fused attention. eager: unfused and slower, for
-    debugging. flash_attention_2: needs the package flash-attn and a GPU. flex_attention: needs a
-    GPU."""
+    """sdpa is PyTorch's fused attention. eager is unfused and slower, for debugging.
+    flash_attention_2 needs the package flash-attn and a GPU. flex_attention needs a GPU."""
 
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for models whose code you have read."""
+    """Run Python code that comes with the model. Read that code first."""
 
 
 OWN_VARIABLES = frozenset(
@@ -44,30 +43,28 @@ class TokenizerConfig(Section):
     """A Hugging Face id or a local folder. Default: the tokenizer in the model's folder."""
 
     chat_template: Text | None = None
-    """How messages become text: a Jinja file, or chatml, which is built in and works with any
-    tokenizer. Default: the tokenizer's own template, or chatml if isles trains the tokenizer."""
+    """A Jinja file that turns messages into text, or chatml, which works with any tokenizer.
+    Default: the tokenizer's own template, or chatml if isles trains the tokenizer."""
 
     chat_template_kwargs: dict[Text, Any] = {}  # noqa: RUF012 (pydantic copies defaults)
-    """Variables for the chat template, such as {enable_thinking: false}, in training and in
-    `isles generate --chat`. A row may set its own in the column chat_template_kwargs."""
+    """Variables for the chat template, such as {enable_thinking: false}, also in `isles generate
+    --chat`. A row may set its own in the column chat_template_kwargs."""
 
     add_special_tokens: bool = True
-    """Add the special tokens that the tokenizer puts before and after a text: BOS for Llama and
-    Gemma, none for Qwen. Chats keep what their template writes. false: a text gets only its
-    end-of-text token, and the saved and exported tokenizer does the same."""
+    """Add the tokenizer's special tokens to each text (BOS for Llama and Gemma), but not to chats.
+    false: add only the end-of-text token, also in the saved and exported tokenizer."""
 
     train_vocab_size: Annotated[int, Field(ge=260, le=1_000_000)] | None = None
-    """Train a byte-level BPE tokenizer of at most this many tokens on the data, and keep it with
-    the run."""
+    """Train a byte-level BPE tokenizer of at most this many tokens on the data."""
 
 
 class AdapterConfig(Section):
     """Low-rank adapters (arXiv:2106.09685) from peft, on a frozen model."""
 
     type: Literal["none", "lora", "qlora"] = "none"
-    """none: train every weight. lora: freeze the model, and train small matrices next to its own.
-    qlora (arXiv:2305.14314): also hold the frozen matrices in 4 bits (bitsandbytes), complete on
-    every rank. Frozen weights have 16 bits unless training.precision is 32-true."""
+    """none trains every weight. lora freezes the model, and trains small matrices next to its own.
+    qlora also holds the frozen matrices in 4 bits (bitsandbytes), complete on every rank. Frozen
+    weights have 16 bits unless training.precision is 32-true."""
 
     r: Annotated[int, Field(ge=1, le=65_536)] = 16
     """Rank of the adapter matrices."""
@@ -81,23 +78,23 @@ class AdapterConfig(Section):
     target_modules: (
         Literal["all-linear"] | Annotated[tuple[Text, ...], Field(min_length=1, strict=False)]
     ) = "all-linear"
-    """Matrices that get an adapter, by the ends of their names such as [q_proj, v_proj].
+    """Matrices that get an adapter, by the ends of their names, such as [q_proj, v_proj].
     all-linear: every linear layer except the output head."""
 
     modules_to_save: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Modules to train and save in full next to the adapter, such as [embed_tokens, lm_head]."""
+    """Modules to train and save in full, such as [embed_tokens, lm_head]."""
 
     use_rslora: bool = False
-    """Use the rank-stabilized scale (arXiv:2312.03732)."""
+    """Rank-stabilized scale (arXiv:2312.03732)."""
 
     use_dora: bool = False
-    """Use weight-decomposed adapters, with separate magnitude and direction (arXiv:2402.09353)."""
+    """Weight-decomposed adapters (arXiv:2402.09353)."""
 
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
     """qlora: the 4-bit type."""
 
     bnb_4bit_use_double_quant: bool = True
-    """qlora: also quantize the quantization constants. Saves about 0.4 bits per weight."""
+    """qlora: also quantize the quantization constants, which saves about 0.4 bits per weight."""
 
 
 def missing_package(adapter: AdapterConfig) -> MissingDependencyError | None:

@@ -63,8 +63,8 @@ class CodecConfig(Section):
     """Compression of updates, with settings."""
 
     kind: CodecName = "int8"
-    """none: fp32. bf16: 2 bytes per number. int8: 1 byte. int4: half a byte. topk: only the largest
-    numbers, in 2 bits each. int8, int4 and topk add the error of each update to the next."""
+    """Bytes per number: none 4, bf16 2, int8 1, int4 0.5. topk sends only the largest numbers, in 2
+    bits each. int8, int4 and topk add the error of each update to the next."""
 
     density: Annotated[float, Field(gt=0, le=1)] = 0.4
     """topk: share of the numbers to send. With a smaller share the model learns worse."""
@@ -78,18 +78,18 @@ class WaitConfig(Section):
     steps so far, weighted by its tokens."""
 
     quorum: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Number of contributions after which a round ends, once `grace` is over."""
+    """Contributions after which a round ends, once `grace` is over."""
 
     grace: Annotated[DurationS, Field(ge=0)] = 30.0
-    """quorum: how long the round still accepts contributions of other clusters."""
+    """quorum: how long a round still accepts contributions of other clusters."""
 
 
 class HivemindConfig(Section):
     """engine hivemind: how the clusters find each other."""
 
     initial_peers: Annotated[tuple[PeerAddress, ...], Field(strict=False)] = ()
-    """Addresses to connect to first: `hivemind-dht`, or another cluster, prints them after
-    --initial_peers. If omitted, this cluster is the first."""
+    """Addresses to connect to first, as `hivemind-dht` or another cluster prints them. Default:
+    this cluster is the first."""
 
     host_maddrs: Annotated[tuple[ListenAddress, ...], Field(strict=False, min_length=1)] = (
         "/ip4/127.0.0.1/tcp/0",
@@ -98,15 +98,15 @@ class HivemindConfig(Section):
     connections from this machine only."""
 
     announce_maddrs: Annotated[tuple[ListenAddress, ...], Field(strict=False)] = ()
-    """Addresses to announce to the other clusters instead, behind a router that forwards a port."""
+    """Addresses to announce instead, behind a router that forwards a port."""
 
     identity_path: Text | None = None
-    """Private key that keeps this cluster's address the same. isles makes the file if it is
-    missing. Default: a key in the run directory."""
+    """Private key that keeps this cluster's address the same. isles creates a missing file.
+    Default: a key in the run directory."""
 
     secret_file: Text | None = None
-    """A file with a long random line that all clusters share. Default: no secret, so everyone who
-    reaches a cluster can join."""
+    """A file with a long random line that all clusters share. Default: everyone who reaches a
+    cluster can join."""
 
     relay: bool = False
     """Use relays if a direct connection is impossible (NAT)."""
@@ -117,7 +117,7 @@ class HivemindConfig(Section):
 
 class DiLoCoConfig(Section):
     """Clusters train alone for `sync_every` inner steps, then average their updates (DiLoCo,
-    arXiv:2311.08105; with fragments Streaming DiLoCo, arXiv:2501.18512)."""
+    arXiv:2311.08105)."""
 
     kind: Literal["diloco"] = "diloco"
     """Averages of pseudo-gradients, and SGD with Nesterov momentum on them."""
@@ -137,26 +137,25 @@ class DiLoCoConfig(Section):
     0.9."""
 
     warmup_rounds: Annotated[int, Field(ge=0, le=10**6)] = 0
-    """Number of first rounds that only average, with lr 1 and no momentum. A model from scratch
-    learns better with some of them, see docs/clusters.md."""
+    """First rounds that only average, with lr 1 and no momentum. They help a model from scratch,
+    see docs/clusters.md."""
 
     warmup_sync_every: Annotated[int, Field(ge=1, le=10**9)] | None = None
     """Inner steps of each of the warmup_rounds. Default: sync_every."""
 
     max_norm: Annotated[float, Field(gt=0)] | None = None
-    """Largest norm of an averaged update; larger updates are clipped. Default: no limit."""
+    """Largest norm of an averaged update. Default: no limit."""
 
     codec: CodecName | CodecConfig = "int8"
-    """Compression of updates: none, bf16, int8, int4, topk, or a section such as {kind: topk,
-    density: 0.01}."""
+    """Compression of updates: a name, or a section such as {kind: topk, density: 0.01}."""
 
     fragments: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Number of parts of the model, which are averaged in turn, one every sync_every / fragments
-    steps."""
+    """Parts of the model to average in turn, one every sync_every / fragments steps (Streaming
+    DiLoCo, arXiv:2501.18512)."""
 
     delay: Annotated[int, Field(ge=0, le=10**6)] = 0
-    """Inner steps that the cluster takes while a fragment is averaged. With 0 the cluster waits for
-    the average."""
+    """Inner steps that a cluster takes during the average of a fragment. With 0 the cluster
+    waits."""
 
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
     """delay: weight of the cluster's own values when the average arrives. 0 takes the average, 1
@@ -164,15 +163,14 @@ class DiLoCoConfig(Section):
 
     engine: Literal["hub", "hivemind", "bucket"] = "hub"
     """hub: clusters connect to the hub, and need only outgoing connections. hivemind: one of the
-    clusters has the hub, and libp2p finds it; see docs/hivemind.md. bucket: clusters exchange files
-    in object storage, without a hub; see docs/bucket.md."""
+    clusters has the hub, and libp2p finds it. bucket: clusters exchange files in object storage,
+    without a hub."""
 
     url: BucketUrl | None = None
-    """engine bucket: the shared place, s3://bucket/prefix, gs://… or file:///shared/folder. isles
-    finds credentials like your provider's own tools."""
+    """engine bucket: s3://bucket/prefix, gs://… or file:///shared/folder, see docs/bucket.md."""
 
     hivemind: HivemindConfig | None = None
-    """engine hivemind: addresses."""
+    """engine hivemind: addresses, see docs/hivemind.md."""
 
     wait: Literal["all"] | WaitConfig = "all"
     """When a round ends: with all connected clusters, or {time_boxed: 60s}, or {quorum: 2, grace:
@@ -182,26 +180,24 @@ class DiLoCoConfig(Section):
     """Smallest number of contributions in a round."""
 
     hub: Address | None = None
-    """Address of the hub, host:port. Default: isles starts a hub with the run."""
+    """Address of the hub. Default: isles starts a hub with the run."""
 
     public: Address | None = None
-    """Public address of the hub that isles starts with the run, host:port, for clusters at other
-    sites. Default: the name of this machine."""
+    """Address of the started hub for clusters at other sites. Default: the name of this machine."""
 
     max_rate: Rate | None = None
-    """Upper limit on a cluster's send rate, and on its receive rate. Default: no limit."""
+    """Limit of a cluster's send rate, and of its receive rate. Default: no limit."""
 
     outlier: Annotated[float, Field(gt=1, le=10**6)] = 10.0
-    """isles refuses an update of more than this many times the usual size, and logs the name of its
-    cluster."""
+    """isles refuses an update of more than this many times the usual size, and logs its cluster."""
 
     dead_after: Annotated[DurationS, Field(ge=1)] = 10.0
     """Time without a heartbeat after which a round continues without a cluster. The cluster may
     reconnect."""
 
     deadline: Annotated[DurationS, Field(ge=1)] = 60.0
-    """Longest time that a cluster waits for an average. Then it continues its inner steps, and
-    applies the average when it arrives."""
+    """Longest time that a cluster waits for an average. Then it continues, and applies the average
+    when it arrives."""
 
     def is_warmup(self, outer_step: int, num_fragments: int) -> bool:
         """Whether a round, with this number of fragments, is one of the warmup_rounds."""

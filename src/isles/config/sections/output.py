@@ -23,26 +23,24 @@ class CheckpointConfig(Section):
     """When to save checkpoints, and how many to keep."""
 
     every_steps: Annotated[int, Field(ge=1)] | None = 200
-    """Steps between two checkpoints. null: save only by time, on a stop and at the end."""
+    """Steps between two checkpoints. null saves only by time, on a stop and at the end."""
 
     every_minutes: Annotated[float, Field(gt=0)] | None = 20.0
-    """Minutes between two checkpoints. null: do not save by time."""
+    """Minutes between two checkpoints. null disables saving by time."""
 
     keep: Annotated[int, Field(ge=1)] = 3
-    """Number of checkpoints to keep. isles deletes an old checkpoint only after it has verified a
-    newer one."""
+    """Number of checkpoints to keep. isles verifies a new checkpoint before it deletes an old
+    checkpoint."""
 
     async_save: bool = True
     """Write in the background while training continues."""
 
     export_on_finish: bool = True
-    """At the end, write RUN/model: a Hugging Face folder that from_pretrained loads."""
+    """At the end, write RUN/model: a Hugging Face folder."""
 
     export_dtype: Literal["base", "float32", "bfloat16", "float16"] = "base"
-    """Type of the weights in an exported model. base: the type of the initial model files; a model
-    from scratch keeps the type of its training. With an adapter, this key applies only to a merged
-    model, also if `isles checkpoint export --merge-adapter` merges it later; the adapter itself
-    keeps its training type."""
+    """Type of the weights in an exported model. base: the type of the initial model files, or of
+    the training for a model from scratch. An unmerged adapter keeps its training type."""
 
     merge_adapter: bool = False
     """Export a whole model with the adapter merged into it. false: export only the adapter, in
@@ -50,19 +48,17 @@ class CheckpointConfig(Section):
 
     max_shard_gb: Annotated[float, Field(ge=1e-6, le=1000)] = 5.0
     """Largest weight file of an export in GB (10^9 bytes), which also bounds the memory for the
-    export. A larger tensor gets a separate file."""
+    export."""
 
     push_to_hub: HubId | None = None
-    """Upload the export to this Hugging Face repository, owner/name. isles makes a missing
-    repository as a private one. The token comes from `hf auth login` or HF_TOKEN, and isles checks
-    it before the start. A failed upload does not fail the run: the export stays, and the log shows
-    how to repeat the upload."""
+    """Upload the export to this Hugging Face repository. isles creates a missing repository as
+    private. The token comes from `hf auth login` or HF_TOKEN. A failed upload does not fail the
+    run."""
 
     remote: Text | None = None
-    """Also keep verified checkpoints at this address, so that a new machine can resume the run:
-    s3://bucket/prefix, gs://, hf://, or a folder. Needs `pip install 'isles[bucket]'` (gs: gcsfs).
-    isles keeps the run in NAME-N below this address. Never write credentials here: isles finds them
-    like the bucket's own tools, on the machine of rank 0."""
+    """Also keep verified checkpoints in NAME-N below this address: s3://bucket/prefix, gs://, hf://
+    or a folder. Needs `pip install 'isles[bucket]'` (gs: gcsfs). Never write credentials here, see
+    docs/checkpoints.md."""
 
     timeout: DurationS = 1800.0
     """Longest time for writing one checkpoint. Then the run stops with an error."""
@@ -79,24 +75,24 @@ class JsonlConfig(Section):
 
 
 class TensorBoardConfig(Section):
-    """Event files in RUN/logs/runs."""
+    """Event files for `tensorboard --logdir RUN/logs/runs`."""
 
     kind: Literal["tensorboard"] = "tensorboard"
-    """Shown by `tensorboard --logdir RUN/logs/runs`."""
+    """isles writes them in RUN/logs/runs."""
 
 
 class WandbConfig(Section):
-    """Weights & Biases; needs `pip install 'isles[wandb]'`. The key comes from `wandb login` or
-    WANDB_API_KEY."""
+    """Weights & Biases, with files in RUN/wandb; needs `pip install 'isles[wandb]'`. Login: `wandb
+    login` or WANDB_API_KEY."""
 
     kind: Literal["wandb"] = "wandb"
-    """wandb keeps its files in RUN/wandb."""
+    """wandb needs an account, or mode: offline."""
 
     project: Text | None = None
-    """Project. Default: $WANDB_PROJECT, or isles if it is not set."""
+    """Project. Default: $WANDB_PROJECT, else isles."""
 
     entity: Text | None = None
-    """User or team that owns the project. Default: wandb's own choice."""
+    """User or team. Default: wandb's own choice."""
 
     group: Text | None = None
     """Group of this run."""
@@ -105,22 +101,22 @@ class WandbConfig(Section):
     """Tags of the run."""
 
     mode: Literal["online", "offline"] | None = None
-    """offline: only record; `wandb sync` uploads later. Default: $WANDB_MODE, else online with a
-    key, and offline without a key, which isles logs."""
+    """offline only records, and `wandb sync` uploads later. Default: $WANDB_MODE, else online with
+    a key, else offline."""
 
 
 class MLflowConfig(Section):
-    """MLflow; needs `pip install 'isles[mlflow]'`. User and password come from
-    MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or a token from MLFLOW_TRACKING_TOKEN."""
+    """MLflow, on a server or Databricks; needs `pip install 'isles[mlflow]'`. Login:
+    MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN."""
 
     kind: Literal["mlflow"] = "mlflow"
     """Needs a server, or Databricks."""
 
     tracking_uri: Text | None = None
-    """Address of the server, such as http://tracker:5000. Default: $MLFLOW_TRACKING_URI."""
+    """Server, such as http://tracker:5000. Default: $MLFLOW_TRACKING_URI."""
 
     experiment: Text | None = None
-    """Experiment. Default: $MLFLOW_EXPERIMENT_NAME, or isles if it is not set."""
+    """Experiment. Default: $MLFLOW_EXPERIMENT_NAME, else isles."""
 
 
 TrackerConfig = Annotated[

@@ -47,7 +47,7 @@ class RunConfig(Section):
     """The tokenizer."""
 
     adapter: AdapterConfig = AdapterConfig()
-    """Train a few small matrices and freeze the model, instead of training all weights."""
+    """Train small matrices next to the frozen model, instead of all weights."""
 
     data: DataConfig
     """The training data."""
@@ -60,8 +60,8 @@ class RunConfig(Section):
 
     balance: BalanceConfig = "auto"
     """Share of each rank in the global batch. auto: in proportion to its measured speed and within
-    its memory, so that unequal GPUs finish a step together. even: the same for all ranks. Or shares
-    by host or rank, such as {big-box: 3, "2": 1}."""
+    its memory. even: the same for all ranks. Or shares by host or rank, such as {big-box: 3, "2":
+    1}."""
 
     outer: OuterConfig = NoOuter()
     """How several clusters train one model over slow links."""
@@ -73,8 +73,8 @@ class RunConfig(Section):
         "jsonl",
         "tensorboard",
     )
-    """Trackers for the metrics. Every run also writes metrics.jsonl. Give names, or sections with
-    settings, such as [tensorboard, {kind: wandb, project: p}, {kind: mlflow, experiment: e}]."""
+    """Trackers for the metrics: names, or sections with settings, such as [tensorboard, {kind:
+    wandb, project: p}]. Every run also writes metrics.jsonl."""
 
     watchdog: WatchdogConfig = WatchdogConfig()
     """What isles does if a step takes far longer than usual."""

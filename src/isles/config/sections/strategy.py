@@ -15,27 +15,28 @@ PipelineSchedule = Literal["1f1b", "gpipe", "interleaved-1f1b", "zbv"]
 
 
 class AutoStrategy(Section):
-    """isles chooses from the model's size, the memory and the links, and logs the reason."""
+    """ddp if the model and its optimizer fit on every GPU, else fsdp. isles logs its choice and the
+    reason."""
 
     kind: Literal["auto"] = "auto"
-    """ddp if the model and its optimizer fit on every GPU, else fsdp."""
+    """isles chooses the kind."""
 
 
 class MeshSection(Section):
     """Tensor, context and pipeline parallelism: ranks that share one copy of the model."""
 
     tp_size: Size = 1
-    """Tensor parallel: number of ranks that shard the matrices of each block."""
+    """Tensor parallel: ranks that shard the matrices of each block."""
 
     cp_size: Size = 1
-    """Context parallel: number of ranks that shard each sequence."""
+    """Context parallel: ranks that shard each sequence."""
 
     cp_method: Literal["allgather", "ulysses"] = "allgather"
-    """How context-parallel ranks exchange a sequence. allgather: every rank gets all keys and
-    values. ulysses: ranks exchange heads for tokens, so cp_size must divide the key-value heads."""
+    """allgather: every context-parallel rank gets all keys and values. ulysses: ranks exchange
+    heads for tokens, so cp_size must divide the key-value heads."""
 
     pp_size: Size = 1
-    """Pipeline parallel: number of groups of ranks, each with successive blocks of the model."""
+    """Pipeline parallel: groups of ranks, each with successive blocks of the model."""
 
     pp_schedule: PipelineSchedule = "1f1b"
     """Order of the micro-batches in a pipeline. interleaved-1f1b and zbv put two stages on each
@@ -43,8 +44,7 @@ class MeshSection(Section):
 
 
 class DDPStrategyConfig(MeshSection):
-    """Every rank holds the whole model, and the ranks average their gradients
-    (DistributedDataParallel)."""
+    """Every rank holds the whole model, and the ranks average their gradients."""
 
     kind: Literal["ddp"] = "ddp"
     """The whole model on every rank."""
@@ -69,25 +69,24 @@ class FSDPStrategyConfig(MeshSection):
     sharding_strategy: Literal[
         "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD"
     ] = "FULL_SHARD"
-    """FULL_SHARD: gather parameters for each use. SHARD_GRAD_OP: keep them gathered from forward to
-    backward. HYBRID_SHARD, HYBRID_SHARD_ZERO2: the same within groups of shard_size ranks, with a
-    copy in each group. NO_SHARD: a full copy on each rank."""
+    """FULL_SHARD gathers parameters for each use. SHARD_GRAD_OP keeps them gathered from forward to
+    backward. HYBRID_SHARD and HYBRID_SHARD_ZERO2 do the same within groups of shard_size ranks.
+    NO_SHARD keeps a full copy on each rank."""
 
     shard_size: Size | None = None
-    """HYBRID_SHARD only: number of ranks that share one copy. Default: the ranks of one node."""
+    """HYBRID_SHARD: number of ranks that share one copy. Default: the ranks of one node."""
 
     transformer_layer_cls_to_wrap: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Class names of the blocks to shard one by one. Default: isles finds them in the model."""
+    """Class names of the blocks to shard one by one. Default: isles finds them."""
 
     cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in CPU memory. Slower, but fits a larger
-    model."""
+    """Keep parameters, gradients and optimizer state in CPU memory: slower, for a larger model."""
 
     forward_prefetch: Annotated[int, Field(ge=0, le=16)] = 0
-    """Number of blocks to gather early in the forward pass, in addition to FSDP2's own one."""
+    """Blocks to gather early in the forward pass, in addition to FSDP2's own."""
 
     backward_prefetch: Annotated[int, Field(ge=0, le=16)] = 0
-    """Number of blocks to gather early in the backward pass, in addition to FSDP2's own one."""
+    """Blocks to gather early in the backward pass, in addition to FSDP2's own."""
 
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of gradients in messages. bf16 halves the bytes, with rounding."""
@@ -100,7 +99,7 @@ class DeepSpeedStrategyConfig(Section):
     """DeepSpeed shards the model."""
 
     zero_stage: Annotated[int, Field(ge=1, le=3)] = 2
-    """1: shard the optimizer state. 2: also gradients. 3: also parameters."""
+    """1 shards the optimizer state, 2 also gradients, 3 also parameters."""
 
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
     """Where to keep the optimizer state. nvme needs ZeRO-3."""
@@ -121,8 +120,8 @@ class DeepSpeedStrategyConfig(Section):
     """Reduce gradients during the backward pass."""
 
     config_file: Text | None = None
-    """A DeepSpeed JSON file to use unchanged. Its `"auto"` values come from the run file. isles
-    refuses values that contradict the run file."""
+    """A DeepSpeed JSON file. Its `"auto"` values come from the run file, and no value may
+    contradict the run file."""
 
 
 StrategyConfig = Annotated[

@@ -24,71 +24,64 @@ class TrainingConfig(Section):
     """Length, batch size, optimizer and precision."""
 
     script: Text | None = None
-    """Your own Python script. isles starts it as every rank instead of the built-in trainer, with
-    the variables that torchrun sets. The path is relative to the working folder of the ranks. The
-    file then needs only name, training.script and clusters, and isles ignores all other keys of
-    training."""
+    """Your own Python script, which isles starts as every rank with torchrun's variables: see
+    docs/own-script.md. The file then needs only name, training.script and clusters."""
 
     script_args: Annotated[tuple[Text | int | float, ...], Field(strict=False)] = ()
     """Arguments of the script, such as [--epochs, 20]. Process lists show them, so do not put
     secrets here."""
 
     method: Literal["causal_lm", "dpo"] = "causal_lm"
-    """causal_lm: predict the next token of text, chats or instructions. dpo: prefer the chosen
+    """causal_lm predicts the next token of text, chats or instructions. dpo prefers the chosen
     answer of a preference source to the rejected answer (arXiv:2305.18290)."""
 
     dpo_beta: Annotated[float, Field(gt=0, le=100)] = 0.1
-    """dpo: how strongly to keep the model close to its initial weights. Larger is closer."""
+    """dpo: how close to keep the model to its initial weights. Larger is closer."""
 
     dpo_label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """dpo: assumed share of preferences with swapped answers."""
 
     max_steps: PositiveInt | None = None
-    """Length of the run in inner (optimizer) steps. Give one of max_steps, num_train_epochs or
-    max_time. On the command line, max_steps replaces num_train_epochs of the run file, and
-    num_train_epochs replaces max_steps."""
+    """Length of the run in inner (optimizer) steps. On the command line, max_steps and
+    num_train_epochs replace each other."""
 
     num_train_epochs: Annotated[float, Field(gt=0, le=10**6)] | None = None
-    """Length of the run in passes over the training data. Each pass reads each sample once: the
-    last step of a pass has fewer samples if global_batch_size does not divide them. If sources have
-    weights, a pass has the same number of samples, but repeats some samples and omits others."""
+    """Length of the run in passes over the training data. A pass reads each sample once, and its
+    last step may have fewer samples. If sources have weights, a pass repeats some samples and omits
+    others."""
 
     max_time: Annotated[DurationS, Field(gt=0)] | None = None
-    """Wall-clock limit of training in one attempt, without preparation, such as 23h30m. Then isles
-    saves and exits with 85, and `isles train` resumes the run. Given alone, max_time is the length
-    of the run."""
+    """Wall-clock limit of training in one attempt, without preparation. Then isles saves and exits
+    with 85, and `isles train` resumes the run. Given alone, max_time is the length of the run."""
 
     global_batch_size: PositiveInt = 64
-    """Sequences per inner step, over all ranks and gradient accumulation. For preferences,
-    pairs."""
+    """Sequences, or preference pairs, per inner step, over all ranks and gradient accumulation."""
 
     micro_batch_size: (
         PositiveInt | Literal["auto"] | Annotated[dict[str, PositiveInt], Field(min_length=1)]
     ) = "auto"
-    """Sequences per rank in one forward pass. auto: the largest number that fits on the GPU, or at
-    most 8 on a CPU. isles derives the gradient accumulation. Or a number by host, such as {big-box:
-    16}, with auto on the other hosts."""
+    """Sequences per rank in one forward pass, also by host, such as {big-box: 16}, with auto on the
+    other hosts. auto: the largest number that fits on the GPU, or at most 8 on a CPU. isles derives
+    the gradient accumulation."""
 
     learning_rate: Annotated[float, Field(gt=0, le=100)] = 4e-4
     """Peak learning rate."""
 
     lr_scheduler_type: Scheduler = "cosine"
-    """Shape of the learning rate after the warm-up. wsd: warm-up, stable, then a linear decay."""
+    """Shape of the learning rate after the warm-up. wsd: stable, then a linear decay."""
 
     warmup_steps: Annotated[int, Field(ge=0, le=10**12)] | Fraction = 0
-    """Steps of linear warm-up to the peak learning rate, or below 1 the share of the run, such as
-    0.05."""
+    """Steps of linear warm-up, or below 1 a share of the run, such as 0.05."""
 
     decay_steps: PositiveInt | None = None
-    """wsd only: steps of the final decay. Default: a fifth of the run."""
+    """wsd: steps of the final decay. Default: a fifth of the run."""
 
     min_lr_ratio: Fraction = 0.0
-    """Learning rate at the end, as a share of the peak (linear, cosine and wsd)."""
+    """Final learning rate as a share of the peak (linear, cosine and wsd)."""
 
     optimizer: OptimizerName = "adamw"
-    """adamw. adamw_8bit: 8-bit state, with two bytes per weight instead of eight; needs `pip
-    install 'isles[torchao]'`. sgd. muon: Muon for matrices, AdamW for embeddings, norms and the
-    head."""
+    """adamw_8bit keeps two bytes of state per weight instead of eight, and needs `pip install
+    'isles[torchao]'`. muon uses AdamW for embeddings, norms and the head."""
 
     adam_beta1: Fraction = 0.9
     """Decay of AdamW's first moment."""
@@ -106,20 +99,19 @@ class TrainingConfig(Section):
     """Weight decay on matrices, never on norms and biases; decoupled in adamw and muon."""
 
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Largest global gradient norm; larger gradients are clipped. null disables clipping."""
+    """Largest global gradient norm. null disables clipping."""
 
     precision: Precision = "bf16-mixed"
-    """32-true. bf16-mixed: fp32 weights and bf16 matmuls. fp16-mixed: the same with fp16 and a loss
-    scaler. bf16-true: bf16 weights, which need the least memory."""
+    """bf16-mixed: fp32 weights and bf16 matmuls. fp16-mixed: the same with fp16 and a loss scaler.
+    bf16-true: bf16 weights, which need the least memory."""
 
     stochastic_rounding: bool = False
-    """bf16-true with adamw or adamw_8bit: round updated weights up or down at random. Updates
-    smaller than the resolution of bf16 then take effect on average. Needs `pip install
-    'isles[torchao]'`. bf16-mixed keeps fp32 master weights instead."""
+    """bf16-true with adamw or adamw_8bit: round updated weights at random, so that small updates
+    take effect on average. Needs `pip install 'isles[torchao]'`."""
 
     gradient_checkpointing: Literal["none", "full", "selective"] = "none"
-    """Recompute activations in the backward pass to save memory. selective: keep the results of
-    matrix products and attention, and recompute the rest."""
+    """Recompute activations in the backward pass to save memory. selective keeps the results of
+    matrix products and attention."""
 
     torch_compile: bool = False
     """Compile the model with torch.compile: slower start, faster steps."""
@@ -128,11 +120,10 @@ class TrainingConfig(Section):
     """Steps between two records of loss, speed and memory."""
 
     eval_steps: PositiveInt | None = 200
-    """Steps between two evaluations. isles also evaluates at the end. null: evaluate only at the
-    end."""
+    """Steps between two evaluations. isles also evaluates at the end; null evaluates only then."""
 
     eval_samples: PositiveInt | None = 512
-    """Validation sequences per evaluation, always the same ones. null: all of them."""
+    """Validation sequences per evaluation, always the same ones. null uses all."""
 
 
 class WatchdogConfig(Section):
@@ -146,11 +137,11 @@ class WatchdogConfig(Section):
     """Shortest step that isles can report as stuck."""
 
     max_silence: DurationS | None = 1800.0
-    """For training.script: time without a reported step and without output on any rank before isles
-    reports the script as stuck. null: never."""
+    """training.script: isles reports the script as stuck after this time without a reported step
+    and without output of any rank. null disables this report."""
 
     action: Literal["report", "stop"] = "report"
-    """report: log the step, and wait until clusters.0.comm_timeout. stop: stop the run, or restart
+    """report logs the step, and waits until clusters.0.comm_timeout. stop ends the run, or restarts
     its ranks up to clusters.0.max_restarts times."""
 
 
