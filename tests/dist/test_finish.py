@@ -88,7 +88,7 @@ def test_a_checkpoint_is_exported_although_the_base_has_gone_and_answers_as_it_w
     resolved = read_resolved(run_dir)
     rmtree(resolved.config.model.name_or_path)
     export_step(run_dir, resolved, None, None, run_dir.model)
-    assert "the weights are exported in the type bfloat16" in caplog.text, "of the base's files"
+    assert "exporting the weights as bfloat16" in caplog.text, "of the base's files"
     config = json.loads((run_dir.model / "config.json").read_text())
     assert config["my_own_key"] == 1
     model = AutoModelForCausalLM.from_pretrained(run_dir.model).eval()

@@ -256,8 +256,8 @@ def refuse_broken_files(side: Side, path: Path) -> None:
     before, broken = (hash_of(side.weights()), cluster.digest(0)), path / "broken"
     data = average.read_bytes() if side.world.is_main else b""
     for content, says in (
-        (data[:-4], "broken: .*shorter"),
-        (data + b"0000", "broken: .*longer"),
+        (data[:-4], "broken: it is too short"),
+        (data + b"0000", "broken: it is too long"),
         (b"\xff" * 8 + data[8:], "the average of fragment 0 is not finite"),
         (None, "broken: No such file"),
     ):

@@ -580,7 +580,7 @@ def test_what_it_is_told_wrongly_is_named(tmp_path, capsys):
     before = os.umask(0o022)
     try:
         for arguments, says in [
-            (("--listen", "nowhere"), "no address"),
+            (("--listen", "nowhere"), "not a valid address"),
             (("--listen", "203.0.113.1:1"), "cannot listen on 203.0.113.1:1"),
             (("--settings", str(rules)), "wait"),
         ]:

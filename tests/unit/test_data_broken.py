@@ -185,7 +185,7 @@ def anything(rng: random.Random, depth: int) -> Any:
 
 @each("chat", "instruct", "tokens", "preference")
 def test_any_row_is_either_trained_on_or_named(kind, *, tokenizer):
-    """No row that JSON or Parquet can hold ends in another error than ours."""
+    """No row that JSON or Parquet can hold ends in another error than ours, or is lost."""
     rng = random.Random(kind)
     rows = [
         {**GOOD[kind], **{rng.choice(KEYS): anything(rng, 3) for _ in range(rng.randint(0, 3))}}
@@ -194,7 +194,9 @@ def test_any_row_is_either_trained_on_or_named(kind, *, tokenizer):
     encoder = Encoder(SourceConfig(path="any", type=kind), tokenizer)
     tally = Tally("any", 0.999)
     made = encode_each([Row(f"file:{n}", row) for n, row in enumerate(rows)], encoder, tally)
-    assert tally.num_bad == made.count([]) and 0 < tally.num_bad < 400
+    remarks = tally.record()["remarks"].items()
+    masked = sum(count for remark, count in remarks if "excludes rows" in remark)
+    assert tally.num_bad + masked == made.count([]) and 0 < tally.num_bad < 400
     masks = [document.trained for documents in made for document in documents]
     assert all(mask is not None and mask[1:].any() for mask in masks)
 
