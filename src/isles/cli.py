@@ -250,6 +250,8 @@ def explain(id: str = "", /) -> int:
         print(page.exit_code_text(id, width))
     elif id in page.by_id():
         print(page.by_id()[id].text(width))
+    elif (new := page.RENAMED.get(id)) is not None:
+        print(f"{id} is called {new}\n\n{page.by_id()[new].text(width)}")
     else:
         known = sorted(page.by_id())
         near = [name for name in known if name.startswith(f"{id}.")]

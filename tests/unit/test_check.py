@@ -162,8 +162,10 @@ def test_a_mount_that_one_host_lacks() -> None:
 
 
 def test_what_hosts_agree_on_is_said_once() -> None:
-    found = [Finding("hub.access", "ok", name, "model o/m can be read", "ok") for name in "ab"]
-    other = Finding("hub.access", "error", "c", "cannot reach Hugging Face for model o/m")
+    found = [
+        Finding("huggingface.access", "ok", name, "model o/m can be read", "ok") for name in "ab"
+    ]
+    other = Finding("huggingface.access", "error", "c", "cannot reach Hugging Face for model o/m")
     assert joined([found[0], other, found[1]]) == [replace(found[0], where="a, b"), other]
 
 

@@ -330,14 +330,14 @@ def test_data_that_only_the_first_host_needs(run_file: Path, tmp_path: Path) -> 
 _GONE = "http://127.0.0.1:9"
 _ASK = """\
 import json
-from isles.check.checks.files import hub
+from isles.check.checks.files import huggingface
 from isles.check.plan import NodePlan
-found = hub(NodePlan("a", repos=[("model", n) for n in ("o/open", "o/gated", "o/none")]))
+found = huggingface(NodePlan("a", repos=[("model", n) for n in ("o/open", "o/gated", "o/none")]))
 print(json.dumps([(f.id, f.level, f.measured, f.fix) for f in found]))
 """
 
 
-def test_the_hub_and_its_licences(tmp_path: Path) -> None:
+def test_hugging_face_and_its_licenses(tmp_path: Path) -> None:
     def ask(endpoint: str, offline: str) -> list[list[str]]:
         # A process of its own: the library reads these once, when it is imported.
         own = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": offline}
@@ -345,17 +345,19 @@ def test_the_hub_and_its_licences(tmp_path: Path) -> None:
         return json.loads(done.stdout)
 
     with model_hub() as (url, _):
-        well, licence, missing = ask(url, "0")
-    assert well == ["hub.access", "ok", "ok", ""]
-    assert licence[:3] == ["hub.licence", "error", "licence"]
-    assert "https://huggingface.co/o/gated" in licence[3]
-    assert missing[:3] == ["hub.access", "error", "missing"] and "hf auth login" in missing[3]
+        well, license, missing = ask(url, "0")
+    assert well == ["huggingface.access", "ok", "ok", ""]
+    assert license[:3] == ["huggingface.license", "error", "license"]
+    assert "https://huggingface.co/o/gated" in license[3]
+    assert (
+        missing[:3] == ["huggingface.access", "error", "missing"] and "hf auth login" in missing[3]
+    )
     (tmp_path / "hub" / "models--o--open" / "snapshots" / "a").mkdir(parents=True)
     ways = (("0", "unreachable", "HTTPS_PROXY"), ("1", "offline", "HF_HUB_OFFLINE"))
     for offline, state, words in ways:
         cached, *others = ask(_GONE, offline)
-        assert cached == ["hub.access", "ok", "cached", ""]
-        assert [other[:3] for other in others] == [["hub.access", "error", state]] * 2
+        assert cached == ["huggingface.access", "ok", "cached", ""]
+        assert [other[:3] for other in others] == [["huggingface.access", "error", state]] * 2
         assert all(words in other[3] for other in others)
 
 

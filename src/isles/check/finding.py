@@ -35,7 +35,14 @@ IDS = (
     "clock.skew",
     # Files
     *("files.workdir", "files.output", "files.model", "files.data", "files.script"),
-    *("files.shared", "disk.free", "disk.inodes", "hub.access", "hub.licence", "data.rows"),
+    *(
+        "files.shared",
+        "disk.free",
+        "disk.inodes",
+        "huggingface.access",
+        "huggingface.license",
+        "data.rows",
+    ),
     # Between hosts
     *("address.dhcp", "net.interface", "net.connect", "net.mtu", "net.latency"),
     *("net.bandwidth", "net.hub", "reduce.works", "reduce.speed"),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from isles.check.checks.files import files, hub, probe_read, probe_remove, probe_write
+from isles.check.checks.files import files, huggingface, probe_read, probe_remove, probe_write
 from isles.check.checks.gpus import gpus
 from isles.check.checks.links import Listener, bandwidth, keep_pairs, reach
 from isles.check.checks.machine import machine
@@ -38,7 +38,7 @@ CHECKS: dict[str, Check] = {
     "gpus": gpus,
     "topology": topology,
     "files": files,
-    "hub": hub,
+    "huggingface": huggingface,
     "rows": rows,
     "smoke": smoke,
 }

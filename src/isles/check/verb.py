@@ -311,7 +311,7 @@ def check_hosts(
     between = hosts.check("topology", finding_id="gpu.links")
     machines = hosts.check("machine")
     files = hosts.check("files", finding_id="files.output")
-    repos = hosts.check("hub", finding_id="hub.access")
+    repos = hosts.check("huggingface", finding_id="huggingface.access")
     rows = _first_rows(hosts)
     hosts.findings += clock_skew(_clocks(hosts))
     hosts.findings += machines()
@@ -354,7 +354,7 @@ def _check_login(run: RunFacts, channel: Channel, extent: Extent) -> list[Findin
             own["missing"] = []  # the image has the packages for training
     hosts.nproc = {channel.name: 1}
     files = hosts.check("files", finding_id="files.output")
-    repos = hosts.check("hub", finding_id="hub.access")
+    repos = hosts.check("huggingface", finding_id="huggingface.access")
     rows = _first_rows(hosts)
     hosts.findings += joined(repos())
     hosts.findings += files()

@@ -93,7 +93,7 @@ def ask_huggingface(repos: Iterable[Sequence[str]]) -> list[dict[str, str]]:
         repos: pairs of kind (model or dataset) and id.
 
     Returns:
-        For each its kind and name, a state (ok, cached, licence, missing, unreachable, failing,
+        For each its kind and name, a state (ok, cached, license, missing, unreachable, failing,
         offline, unknown), the answer of the Hugging Face Hub, and the page to visit.
     """
     answers: list[dict[str, str]] = []
@@ -119,34 +119,34 @@ def huggingface_issue(row: dict[str, str]) -> tuple[str, str, str]:
 
 
 _WORDS = {
-    "licence": (
-        "hub.licence",
+    "license": (
+        "huggingface.license",
         "{what} requires a license that this account has not accepted ({answer})",
         "visit https://{page}, accept the license, and log in on this machine with hf auth login",
     ),
     "missing": (
-        "hub.access",
+        "huggingface.access",
         "{what} does not exist on Hugging Face, or is private ({answer})",
         "correct the name; write ./ before the name of a folder; for a private one, run hf auth "
         "login",
     ),
     "offline": (
-        "hub.access",
+        "huggingface.access",
         "{what} is not on this machine, and {answer}",
         "unset HF_HUB_OFFLINE, or download it first with {fetch}",
     ),
     "unknown": (
-        "hub.access",
+        "huggingface.access",
         "could not query {what}: {answer}",
         "run isles setup run.yaml, which installs the packages for training",
     ),
     "failing": (
-        "hub.access",
+        "huggingface.access",
         "Hugging Face returned an error for {what}: {answer}",
         "try again later, or download it on another machine with {fetch}",
     ),
     "unreachable": (
-        "hub.access",
+        "huggingface.access",
         "cannot reach Hugging Face for {what}: {answer}",
         "write ./ before the name of a folder or file; otherwise set a proxy (HTTPS_PROXY in "
         "clusters.0.environment.variables), or run {fetch} on a machine with internet access and "
@@ -170,7 +170,7 @@ def _ask(kind: str, name: str) -> tuple[str, str]:
     file = "config.json" if kind == "model" else "README.md"
     states = {
         EntryNotFoundError: "ok",  # the repository exists
-        GatedRepoError: "licence",
+        GatedRepoError: "license",
         RepositoryNotFoundError: "missing",
         OfflineModeIsEnabled: "offline",
         HfHubHTTPError: "failing",

@@ -1,6 +1,6 @@
 """Weights that the files of a model hold under other names than the model, or in pieces.
 
-Files of the Hugging Face hub have a tensor for each expert of a mixture. transformers has one
+Files of the Hugging Face Hub have a tensor for each expert of a mixture. transformers has one
 tensor for all experts of a layer, and converts the tensors while it loads a whole model. This
 module finds the pieces of each rank's part.
 """

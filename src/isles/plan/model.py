@@ -45,7 +45,7 @@ class ModelFacts:
         flops_per_token: FLOPs of training, forward and backward, without recomputation.
         files_params: numbers in the safetensors files on this machine. None: no files.
         is_guess: its kind is unknown, and it is counted as a Llama.
-        is_on_hub: its weights have to be downloaded.
+        is_on_huggingface: its weights have to be downloaded.
     """
 
     name: str
@@ -59,7 +59,7 @@ class ModelFacts:
     flops_per_token: float
     files_params: int | None
     is_guess: bool
-    is_on_hub: bool
+    is_on_huggingface: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def model_facts(config: RunConfig, shape: Shape) -> ModelFacts:
         flops_per_token=train_flops(count) / setting.length,
         files_params=files,
         is_guess=not model.is_known,
-        is_on_hub=files is None and not Path(name).expanduser().exists(),
+        is_on_huggingface=files is None and not Path(name).expanduser().exists(),
     )
 
 
@@ -193,7 +193,7 @@ def _fetched(name: str) -> dict[str, Any]:
     if answer.status != 200:
         code = answer.headers.get("X-Error-Code", "")
         is_gated = code == "GatedRepo" or answer.status == 403
-        state = "licence" if is_gated else "missing" if answer.status in (401, 404) else "failing"
+        state = "license" if is_gated else "missing" if answer.status in (401, 404) else "failing"
         raise _refused(name, state, f"HTTP {answer.status} {code}".strip())
     try:
         loaded = parse_json(answer.body)

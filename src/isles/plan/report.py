@@ -305,7 +305,7 @@ def _on_disk(job: Job, model: ModelFacts, data: Data) -> Iterator[Item]:
     if data.tokens is not None and not config.data.streaming:
         wide = 2 if job.model.vocab <= 1 << 16 else 4
         yield Item("prepared tokens", data.tokens * wide, is_guess=True)
-    if config.model.init == "pretrained" and model.is_on_hub:
+    if config.model.init == "pretrained" and model.is_on_huggingface:
         yield Item("weights to download (16 bits)", model.params * 2, is_guess=True)
 
 
@@ -340,7 +340,7 @@ def record(plan: Plan) -> dict[str, Any]:
 
 _MODEL = (
     *("name", "kind", "origin", "params", "trained", "active", "layers", "flops_per_token"),
-    *("files_params", "is_guess", "is_on_hub"),
+    *("files_params", "is_guess", "is_on_huggingface"),
 )
 
 

@@ -18,8 +18,8 @@ from pydantic import TypeAdapter, ValidationError
 from transformers import GenerationConfig
 
 from isles.checkpoint.export import read_trained
-from isles.checkpoint.hub import check_push, push
 from isles.checkpoint.load import load_tensors, sound_checkpoint
+from isles.checkpoint.upload import check_push, push
 from isles.config.resolve import Resolved
 from isles.config.sections.output import HubId
 from isles.config.sections.strategy import DDPStrategyConfig

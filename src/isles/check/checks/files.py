@@ -185,15 +185,15 @@ def _named(plan: NodePlan, loaded: Loaded) -> Iterator[Finding]:
             yield Finding(finding_id, "ok", plan.name, _WELL[finding_id])
 
 
-def hub(plan: NodePlan) -> Iterator[Finding]:
+def huggingface(plan: NodePlan) -> Iterator[Finding]:
     """Findings on access to the repositories of the run file on Hugging Face."""
     for row in ask_huggingface(plan.repos):
         what, state = f"{row['kind']} {row['name']}", row["state"]
         if state == "ok":
-            yield Finding("hub.access", "ok", plan.name, f"{what} is readable", "ok")
+            yield Finding("huggingface.access", "ok", plan.name, f"{what} is readable", "ok")
         elif state == "cached":
             text = f"{what} is in the cache; Hugging Face was not queried ({row['answer']})"
-            yield Finding("hub.access", "ok", plan.name, text, "cached")
+            yield Finding("huggingface.access", "ok", plan.name, text, "cached")
         else:
             finding_id, text, fix = huggingface_issue(row)
             level: Level = "warning" if state == "unknown" else "error"
