@@ -23,7 +23,7 @@ from isles.facts.console import Console
 from isles.facts.secrets import without_secrets
 from isles.facts.terminal import shown_streams
 from isles.launch.groups import START, TOOLS
-from isles.launch.verbs import config, data, normalise_overrides, render, setup_app
+from isles.launch.verbs import config, data, normalize_overrides, render, setup_app
 from isles.monitor import results, verbs
 from isles.monitor.live import verbs as live_verbs
 from isles.run.env import settle_home
@@ -277,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    tokens = normalise_overrides(sys.argv[1:] if argv is None else argv)
+    tokens = normalize_overrides(sys.argv[1:] if argv is None else argv)
     try:
         if note := settle_home():
             print(f"note: {note}", file=sys.stderr)

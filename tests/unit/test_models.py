@@ -142,7 +142,7 @@ def test_fresh_weights_are_spread_as_transformers_spreads_them(kind):
         assert torch.equal(mine, theirs), name
 
 
-def test_a_model_that_initialises_elsewhere_is_named(tiny_model):
+def test_a_model_that_initializes_elsewhere_is_named(tiny_model):
     model = empty(tiny_model)
     model.odd = nn.Module()
     model.odd.scale = nn.Parameter(torch.empty(3))
@@ -361,7 +361,7 @@ def test_names_that_do_not_fit_the_model(tied, adapter, what, fix, *, tmp_path):
     assert caught.value.where.startswith("adapter.")
 
 
-def test_quantised_bases_and_missing_packages_are_named(tmp_path, monkeypatch):
+def test_quantized_bases_and_missing_packages_are_named(tmp_path, monkeypatch):
     change_config(make_base(tmp_path), quantization_config={"quant_method": "gptq"})
     with pytest.raises(UserError, match="already quantized"):
         adapted(tmp_path)

@@ -121,7 +121,7 @@ def test_a_fleet_of_another_version_hinders_only_what_needs_it(tmp_path: Path) -
     run_dir, attempt = recorded_run(tmp_path / "a-1", launch, status={"step": 1})
     two_hosts(attempt, "manual")
     record = read_record(attempt.fleet) or {}
-    write_record(attempt.fleet, {**record, "colour": "blue"})
+    write_record(attempt.fleet, {**record, "color": "blue"})
     assert read_fleet(attempt) == Fleet.of(record), "a key more is no reason"
     del record["port"]
     write_record(attempt.fleet, {**record, "isles": "9.9"})

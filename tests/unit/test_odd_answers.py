@@ -80,7 +80,7 @@ def test_an_odd_announcement(text: str) -> None:
 def test_an_announcement_with_more_keys_is_read() -> None:
     announced = Announced("1", "/runs/x-1", 1, "me@a", "~/runs/x-1", "/home/me")
     assert read_started(announced.line(), where="", fix="") == announced
-    text = lines_of(colour="red")
+    text = lines_of(color="red")
     assert read_started(STARTED + text, where="", fix="") == Announced("1", "/runs/x-1", 1)
 
 

@@ -1,4 +1,4 @@
-"""One file is one model, however it is loaded; and a loss that depends on no neighbour."""
+"""One file is one model, however it is loaded; and a loss that depends on no neighbor."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ TEXT = "data.sources=[{path: a}]"
         ({"rope_parameters": {"full_attention": LONG, "other": {"rope_type": "default"}}}, ()),
     ],
 )
-def test_positions_that_depend_on_the_neighbours_are_refused(shape, values, tmp_path):
+def test_positions_that_depend_on_the_neighbors_are_refused(shape, values, tmp_path):
     """transformers gives all rows of a micro-batch the frequencies of the longest document."""
     (issue,) = check_shape(load(tmp_path, SCALED, *values).config, shape)
     assert "longrope" in issue.what and "beyond 512 tokens" in issue.what
@@ -198,7 +198,7 @@ def test_positions_that_depend_on_the_neighbours_are_refused(shape, values, tmp_
         ({"rope_scaling": None}, ()),
     ],
 )
-def test_positions_that_depend_on_no_neighbour_are_accepted(shape, values, tmp_path):
+def test_positions_that_depend_on_no_neighbor_are_accepted(shape, values, tmp_path):
     assert check_shape(load(tmp_path, SCALED, *values).config, shape) == []
 
 

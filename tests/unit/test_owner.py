@@ -69,7 +69,7 @@ def test_a_record_is_own_by_the_file_that_was_read(tmp_path: Path, give) -> None
     assert read_record(tmp_path / "pipe.json") is None, "nobody waits for a writer"
 
 
-def test_no_process_is_signalled_that_only_anothers_record_names(tmp_path: Path, give) -> None:
+def test_no_process_is_signaled_that_only_anothers_record_names(tmp_path: Path, give) -> None:
     with subprocess.Popen(["sleep", "1000"], start_new_session=True) as child:
         try:
             path = tmp_path / "launch.json"

@@ -24,7 +24,7 @@ SHOWN_TOKENS = 600
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Neighbouring tokens of a document as text; either all of them are trained or none."""
+    """Neighboring tokens of a document as text; either all of them are trained or none."""
 
     text: str
     is_trained: bool

@@ -149,13 +149,13 @@ def _describe(source: SourceConfig, encoder: Encoder, config: RunConfig) -> str:
 
 
 def _print(document: Shown, console: Console) -> None:
-    has_colours = console.is_terminal and console.color_system is not None
+    has_colors = console.is_terminal and console.color_system is not None
     console.print(Text(f"── {document.title}", style="dim"))
     text = Text()
     for stretch in document.stretches:
         if not stretch.is_trained:
             text.append(stretch.text)
-        elif has_colours:
+        elif has_colors:
             text.append(stretch.text, style="bold green")
         else:
             text.append(f"{_OPEN}{stretch.text}{_CLOSE}")

@@ -347,7 +347,7 @@ class _Stage:
             kept = self._layers * whole
         return _Activations(
             again=high,
-            kept=self._passes * kept / holding.stages + self._travelling(kept_input),
+            kept=self._passes * kept / holding.stages + self._traveling(kept_input),
             recomputed=recomputed,
             first=first,
             gradients=gradients,
@@ -364,7 +364,7 @@ class _Stage:
         # Micro-batches after the forward pass of the last stage, and before its backward pass.
         return self._holding.in_flight[1] if self._holding.stages == 1 else 1
 
-    def _travelling(self, kept_input: bool) -> float:
+    def _traveling(self, kept_input: bool) -> float:
         # Between stages: receive buffers, some of which blocks keep, and sent tensors.
         holding, stream = self._holding, self._count.hidden.size_bytes
         if holding.pipeline == 1:

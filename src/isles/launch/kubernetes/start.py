@@ -60,21 +60,21 @@ def start_kubernetes(
             _create(kubectl, manifest, options.join)
             ranks = ranks_text(resolved.world_size, resolved.device)
             options.print_line(
-                f"created {launcher.flavour} {name}: {ranks} in {_pods_text(manifest)}"
+                f"created {launcher.flavor} {name}: {ranks} in {_pods_text(manifest)}"
             )
             begun = _begun(kubectl, manifest, options)
             hand_back()
         except BaseException:
-            options.print_line(f"deleting {launcher.flavour} {name}")
+            options.print_line(f"deleting {launcher.flavor} {name}")
             try:
-                kubectl.delete(launcher.flavour, name, is_at_once=True)
+                kubectl.delete(launcher.flavor, name, is_at_once=True)
             except UserError as error:
                 options.warn(f"{error}")
             raise
     place = RunLocation(
         context=launcher.context,
         namespace=launcher.namespace,
-        flavour=launcher.flavour,
+        flavor=launcher.flavor,
         job=name,
         reader=manifest.reader(),
     )
@@ -102,7 +102,7 @@ def resolve_pods(loaded: Loaded) -> Resolved:
 
 
 def _create(kubectl: Kubectl, manifest: Manifest, join: str) -> None:
-    flavour, name = manifest.launcher.flavour, manifest.name
+    flavor, name = manifest.launcher.flavor, manifest.name
     before = manifest.before()
     for item in before:
         kubectl.create(item)
@@ -117,7 +117,7 @@ def _create(kubectl: Kubectl, manifest: Manifest, join: str) -> None:
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": others[0]["metadata"]}
     for item in (*others, {**secret, "stringData": {"start": start}}):
         kubectl.create(item)
-    _patch(kubectl, KINDS[flavour][0], name, {"spec": {"suspend": False}})
+    _patch(kubectl, KINDS[flavor][0], name, {"spec": {"suspend": False}})
 
 
 def _patch(kubectl: Kubectl, kind: str, name: str, change: dict[str, Any]) -> None:
@@ -135,7 +135,7 @@ def _begun(kubectl: Kubectl, manifest: Manifest, options: StartOptions) -> Annou
             first = next((pod for pod in pods if pod.index == 0), None)
             has_begun = first is not None and first.phase != "Pending"
             text = kubectl.logs(first.name) if first is not None and has_begun else ""
-            why = kubectl.failure(launcher.flavour, manifest.name)
+            why = kubectl.failure(launcher.flavor, manifest.name)
         except UserError:  # a server that is busy for a moment must not end the start
             missed += 1
             if missed == _MOST_MISSED:

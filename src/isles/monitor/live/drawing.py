@@ -419,10 +419,10 @@ def _bar(row: RankRow, wide: int, slowest_s: float) -> Text:
     # All bars have one scale; each part ends where the sum so far is rounded to.
     bar, edge, total = Text(), 0, 0.0
     if (parts := parts_of(row)) and slowest_s > 0:
-        for seconds, (block, colour) in zip(parts, _PARTS, strict=True):
+        for seconds, (block, color) in zip(parts, _PARTS, strict=True):
             total += seconds
             end = min(wide, round(wide * total / slowest_s))
-            bar.append(block * (end - edge), colour)
+            bar.append(block * (end - edge), color)
             edge = end
     bar.truncate(wide, pad=True)
     return bar

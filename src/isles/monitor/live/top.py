@@ -172,7 +172,7 @@ class Top(App[None]):
     ]
 
     def __init__(self, watch: Watch) -> None:
-        # The terminal's own colours, on its own ground, light or dark.
+        # The terminal's own colors, on its own ground, light or dark.
         super().__init__(ansi_color=True)
         self._watch = watch
         self._view, self._drawn, self._is_typing = View(), Drawn(), False

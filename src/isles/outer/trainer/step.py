@@ -204,7 +204,7 @@ class OuterStep:
         self.finish_move()
         fragment = outer_step % self.num_fragments
         samples = self.samples.take_read(self.progress.samples)
-        self.sent[outer_step] = self._take_learnt(outer_step, samples)
+        self.sent[outer_step] = self._take_learned(outer_step, samples)
         self.contributed_at = self.steps
         self._is_own_past = False
         self.clock.begin(outer_step)
@@ -213,11 +213,11 @@ class OuterStep:
         if self.config.delay == 0:
             self.encoded(outer_step)
 
-    def _take_learnt(self, outer_step: int, samples: Sequence[Interval]) -> Pending:
+    def _take_learned(self, outer_step: int, samples: Sequence[Interval]) -> Pending:
         fragment = outer_step % self.num_fragments
         pending = Pending(
             outer_step=outer_step,
-            tokens=max(1, self._learnt_tokens(fragment)),
+            tokens=max(1, self._learned_tokens(fragment)),
             inner_steps=self.steps - self._steps_at[fragment],
             samples=tuple(samples),
             steps=self.steps,
@@ -282,9 +282,9 @@ class OuterStep:
             # Made by an earlier attempt, after the checkpoint that this one resumes from: the
             # average contains the progress since then.
             self._cluster.snapshot(fragment)
-            pending = self._take_learnt(outer_step, ())
+            pending = self._take_learned(outer_step, ())
             mode = "on_time"
-        elif not self._learnt_tokens(fragment) and fragment not in self._cluster.pending:
+        elif not self._learned_tokens(fragment) and fragment not in self._cluster.pending:
             mode = "idle"
         if apply.path is None:
             self._cluster.drop(fragment)
@@ -374,7 +374,7 @@ class OuterStep:
         self.finish_move()
         for pending in self._end_all():
             self._give_back(pending)
-        keeps_steps = self.has_learnt
+        keeps_steps = self.has_learned
         for fragment, path in enumerate(adopt.paths):
             self._cluster.import_state(
                 fragment,
@@ -428,11 +428,11 @@ class OuterStep:
         return outer_step not in self.sent and not is_moving
 
     @property
-    def has_learnt(self) -> bool:
+    def has_learned(self) -> bool:
         """Whether there is progress that no contribution has."""
-        return any(self._learnt_tokens(fragment) for fragment in range(self.num_fragments))
+        return any(self._learned_tokens(fragment) for fragment in range(self.num_fragments))
 
-    def _learnt_tokens(self, fragment: int) -> int:
+    def _learned_tokens(self, fragment: int) -> int:
         return self.progress.target_tokens - self._tokens_at[fragment]
 
     @property

@@ -157,7 +157,7 @@ class OuterScheduler:
         if any(other % self._num_fragments == fragment for other in exchange.sent):
             return False
         closing = state.closing
-        if closing is not None and closing[0] == outer_step and exchange.has_learnt:
+        if closing is not None and closing[0] == outer_step and exchange.has_learned:
             log.info(
                 "outer step=%d closes in seconds=%.1f, so contributing the steps up to now",
                 *closing,

@@ -75,7 +75,7 @@ class Exchange:
             return False
         closing = member.closing_at
         if closing is not None and closing[0] == outer_step and steps >= closing[1]:
-            return member.has_learnt()
+            return member.has_learned()
         is_time = steps + member.skip >= setting.step_of(outer_step)
         return is_time and steps - member.contributed_at >= setting.interval(outer_step)
 
@@ -421,7 +421,7 @@ class Exchange:
             core.later(member, core.now + LAST_WAIT_S, "deadline")
             self.fetch(member)
             return
-        if not member.has_learnt():
+        if not member.has_learned():
             self._end(member)
             return
         self._spend(member, self._contribute(member, member.next_outer_step))

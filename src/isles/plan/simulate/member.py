@@ -161,7 +161,7 @@ class Member:
             found += 1
         return found
 
-    def has_learnt(self) -> bool:
+    def has_learned(self) -> bool:
         """Whether it has inner steps that are in no contribution."""
         return any(base < self.steps for base in self.base)
 
