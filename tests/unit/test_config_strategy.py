@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from isles.config.auto import Machine, choose_strategy, describe
+from isles.config.auto import Resources, choose_strategy, describe
 from isles.config.files import data_issues, shape_issues
 from isles.config.load import load_run_file
 from isles.config.resolve import resolve
@@ -144,7 +144,7 @@ SHAPES["70b"] = SHAPES["8b"] | LARGE | {"num_attention_heads": 64}
 def test_the_choice_and_its_reason(size, ranks, per_node, gib, link, chosen, why, *, tmp_path):
     more = ("data.seq_length=2048", "training.gradient_checkpointing=full")
     config = load(tmp_path, GOOD, *more).config
-    machine = Machine(ranks, per_node, gib * 2**30, link)
+    machine = Resources(ranks, per_node, gib * 2**30, link)
     strategy, reason = choose_strategy(Architecture.of(SHAPES[size]), config, machine)
     assert describe(strategy).split()[-1] == chosen
     assert why in reason and "\n" not in reason

@@ -14,7 +14,7 @@ import yaml
 from isles.errors import ConfigErrors, PreflightError, UserError
 from isles.launch.base import StartOptions
 from isles.launch.kubernetes.kubectl import Kubectl
-from isles.launch.kubernetes.manifest import FILES, SECRET, Manifest, job_name
+from isles.launch.kubernetes.manifest import FILES, SECRET, KubernetesManifest, job_name
 from isles.launch.kubernetes.start import resolve_pods, start_kubernetes
 from isles.launch.render import render
 from tests.deadline import run_program
@@ -51,9 +51,9 @@ KUBEFLOW = {"JobSet": "JobsetV1alpha2JobSet", "TrainJob": "TrainerV1alpha1TrainJ
             "TrainingRuntime": "TrainerV1alpha1TrainingRuntime"}  # fmt: skip
 
 
-def manifest(tmp_path: Path, *overrides: str) -> Manifest:
+def manifest(tmp_path: Path, *overrides: str) -> KubernetesManifest:
     loaded = load(tmp_path, WHOLE, *overrides)
-    return Manifest("isles-run-1a2b3c", loaded, resolve_pods(loaded), suspend=True)
+    return KubernetesManifest("isles-run-1a2b3c", loaded, resolve_pods(loaded), suspend=True)
 
 
 def job_spec(item: dict[str, Any]) -> Any:

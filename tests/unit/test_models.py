@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from isles.config.auto import Machine, choose_strategy, needed_bytes
+from isles.config.auto import Resources, choose_strategy, needed_bytes
 from isles.config.layout import make_layout
 from isles.config.sections.data import DataConfig
 from isles.config.sections.model import AdapterConfig, ModelConfig
@@ -436,7 +436,7 @@ def test_frozen_weights_cost_two_thirds_and_no_state(tmp_path):
     model = Architecture.of(load_shape("llama-8b"))
     whole_run = fake_run(tmp_path, gradient_checkpointing="full")
     lora_run = fake_run(tmp_path, LORA, gradient_checkpointing="full")
-    machine = Machine(2, 2, 40 * 2**30, 100e9)
+    machine = Resources(2, 2, 40 * 2**30, 100e9)
     ddp = DDPStrategyConfig()
     lora, full = (needed_bytes(model, run, ddp, machine) for run in (lora_run, whole_run))
     assert lora < 0.2 * full

@@ -15,7 +15,7 @@ from isles.config.rules.shape import check_shape
 from isles.config.sections.model import AdapterConfig
 from isles.errors import UserError
 from isles.models.adapter import add_adapter
-from isles.models.pieces import Pieces
+from isles.models.pieces import StoredWeight
 from isles.train.reference import disable_dropout
 from tests.each import each
 from tests.run_files import load
@@ -97,7 +97,7 @@ def test_any_part_of_joined_experts_is_read_alone():
         assert saved[name].shape == shape
         return saved[name][part]
 
-    pieces = Pieces(blocks, are_stacked=True)
+    pieces = StoredWeight(blocks, are_stacked=True)
     edges = [slice(first, last) for first in range(7) for last in range(first, 7)]
     for experts, rows in product([slice(0, 4), slice(1, 3), slice(2, 2)], edges):
         part = (experts, rows, slice(1, 4))

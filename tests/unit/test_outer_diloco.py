@@ -16,13 +16,13 @@ from torch import Tensor
 
 from isles.outer.codec import Codec, UnsoundUpdateError, parse_codec
 from isles.outer.diloco import FragmentShare, OuterSettings, clip_scale, square_sum, total_norm
-from isles.outer.layout import Piece
+from isles.outer.layout import ParamSlice
 from tests.deadline import run_program
 from tests.each import each
 from tests.outer_trainer import mean as mean_of_pieces
 
 COUNTS = (1000, 4096, 1, 333)
-PIECES = [Piece("w", sum(COUNTS[:i]), count) for i, count in enumerate(COUNTS)]
+PIECES = [ParamSlice("w", sum(COUNTS[:i]), count) for i, count in enumerate(COUNTS)]
 TOTAL = sum(COUNTS)
 PLAIN = OuterSettings(lr=1.0, momentum=0.0)
 CODECS = ("none", "bf16", "int8", "int4", "topk")

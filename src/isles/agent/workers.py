@@ -77,7 +77,7 @@ class WorkerGroup:
         self._scratch = scratch
         self._in_job = in_job
         self._store = store
-        self._ranks: Ranks | None = None
+        self._ranks: RankProcesses | None = None
         self._seen: dict[int, dict[str, Any]] = {}
         self._command: dict[str, Any] = {}
         self._failed: dict[int, int] = {}
@@ -135,7 +135,7 @@ class WorkerGroup:
             )
             starts[env.rank] = self._environ(env), (self._run_dir.path, env, asked)
         what = _SCRIPT_PROCESS if command["script"] else _RANK_PROCESS
-        self._ranks = Ranks(what, starts, hears=self._hears and not command["script"])
+        self._ranks = RankProcesses(what, starts, hears=self._hears and not command["script"])
         self._seen = self._ranks.seen
         self.report = {"restart": restart, "state": "running"}
 
@@ -228,7 +228,7 @@ class WorkerGroup:
         return {key: str(value) for key, value in found.items()}
 
 
-class Ranks:
+class RankProcesses:
     """The ranks of this node in one start of all ranks.
 
     Args:

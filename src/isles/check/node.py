@@ -19,7 +19,7 @@ from isles.check.checks.gpus import gpus
 from isles.check.checks.links import Listener, bandwidth, keep_pairs, reach
 from isles.check.checks.machine import machine
 from isles.check.checks.network import dial, dial_bucket, firewalls, interfaces
-from isles.check.checks.ranks import Ranks, smoke
+from isles.check.checks.ranks import CheckRanks, smoke
 from isles.check.checks.rows import rows
 from isles.check.checks.topology import topology
 from isles.check.finding import Finding
@@ -52,7 +52,7 @@ def answer(more: Mapping[str, Work], *, idle_s: float = IDLE_S) -> None:
         more: further operations, by name.
         idle_s: time without queries after which the process exits immediately.
     """
-    ranks, listener = Ranks(), Listener()
+    ranks, listener = CheckRanks(), Listener()
     known: dict[str, Work] = {
         "facts": _facts,
         "clock": lambda: {"now": time.time()},

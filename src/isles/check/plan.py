@@ -90,7 +90,7 @@ class NodePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class RunFacts:
+class CheckedRun:
     """A cluster, and the run on it.
 
     Args:
@@ -105,7 +105,7 @@ class RunFacts:
     model: Architecture | None = None
 
     @classmethod
-    def of(cls, loaded: Loaded) -> RunFacts:
+    def of(cls, loaded: Loaded) -> CheckedRun:
         """Facts of a run file with one cluster."""
         cluster = loaded.config.clusters[0]
         workdir = cluster.workdir or str(Path.cwd())
@@ -178,7 +178,7 @@ class Hosts:
     """
 
     def __init__(
-        self, channels: Sequence[Channel], run: RunFacts, extent: Extent, print_line: PrintLine
+        self, channels: Sequence[Channel], run: CheckedRun, extent: Extent, print_line: PrintLine
     ) -> None:
         self.run, self.extent, self.print_line = run, extent, print_line
         self.findings: list[Finding] = []

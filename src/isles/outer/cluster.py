@@ -41,7 +41,7 @@ class Weights(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
+class CompletedStep:
     """A completed outer step of a fragment; equal on all ranks."""
 
     digest: str
@@ -135,7 +135,7 @@ class Cluster:
         *,
         alpha: float = 0.0,
         is_warmup: bool = False,
-    ) -> Applied:
+    ) -> CompletedStep:
         """`advance` and `give` together, between two inner steps."""
         applied = self.advance(fragment, average, num_parts, mode, alpha=alpha, is_warmup=is_warmup)
         self.give(fragment)
@@ -151,7 +151,7 @@ class Cluster:
         *,
         alpha: float = 0.0,
         is_warmup: bool = False,
-    ) -> Applied:
+    ) -> CompletedStep:
         """Make the outer step with an average; `give` then updates the weights.
 
         Uses neither the engine nor the GPU: under overlap and late, inner steps may continue in
@@ -190,7 +190,7 @@ class Cluster:
         self._moves[fragment] = share.step(
             data, num_parts, mode, alpha=alpha, scale=scale, is_warmup=is_warmup
         )
-        return Applied(self.digest(fragment), norm)
+        return CompletedStep(self.digest(fragment), norm)
 
     @torch.no_grad()
     def give(self, fragment: int) -> None:

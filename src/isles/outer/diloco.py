@@ -18,7 +18,7 @@ from torch import Tensor
 
 from isles.outer.average import average_size, decode_average
 from isles.outer.codec import Codec, UnsoundUpdateError
-from isles.outer.layout import Piece
+from isles.outer.layout import ParamSlice
 
 Mode = Literal["on_time", "overlap", "late", "idle"]
 """Relation of an average to this cluster's weights.
@@ -54,7 +54,12 @@ class FragmentShare:
     """
 
     def __init__(
-        self, pieces: Sequence[Piece], codec: Codec, settings: OuterSettings, *, is_pinned: bool
+        self,
+        pieces: Sequence[ParamSlice],
+        codec: Codec,
+        settings: OuterSettings,
+        *,
+        is_pinned: bool,
     ) -> None:
         self.pieces = tuple(pieces)
         self.counts = [piece.count for piece in pieces]

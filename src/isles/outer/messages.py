@@ -308,7 +308,7 @@ class OnlyId(Message):
     id: Id
 
 
-class Shown(Message):
+class ShownRecord(Message):
     """A cluster's record for people who cannot reach its machines."""
 
     id: Id

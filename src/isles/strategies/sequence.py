@@ -21,7 +21,7 @@ _NAME = "isles_context_parallel"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MicroBatchPart:
     """This rank's part of a micro-batch."""
 
     inputs: dict[str, Any]
@@ -38,7 +38,7 @@ class Part:
     """See `Batch`."""
 
 
-def whole(batch: Batch, model: Any | None) -> Part:
+def whole(batch: Batch, model: Any | None) -> MicroBatchPart:
     """A micro-batch whose whole sequences are on this rank.
 
     Args:
@@ -52,10 +52,10 @@ def whole(batch: Batch, model: Any | None) -> Part:
             inputs["position_ids"] = batch.position_ids_BT
         else:
             inputs |= isolation_inputs(model, batch.position_ids_BT, batch.cu_seqlens_N)
-    return Part(inputs, batch.targets_BT, batch.places_N, batch.reference_B)
+    return MicroBatchPart(inputs, batch.targets_BT, batch.places_N, batch.reference_B)
 
 
-def localize(batch: Batch, mesh: Mesh, model: Any | None) -> Part:
+def localize(batch: Batch, mesh: Mesh, model: Any | None) -> MicroBatchPart:
     """This rank's part of the sequences of a micro-batch.
 
     If documents are kept apart and sequences are sharded, the mask covers the whole sequences,
@@ -79,7 +79,7 @@ def localize(batch: Batch, mesh: Mesh, model: Any | None) -> Part:
     else:
         inputs["position_ids"] = batch.position_ids_BT[:, here]
         inputs["attention_mask"] = block_mask(batch.position_ids_BT)
-    return Part(inputs, batch.targets_BT[:, here], None, batch.reference_B)
+    return MicroBatchPart(inputs, batch.targets_BT[:, here], None, batch.reference_B)
 
 
 def use_context_parallel_attention(model: Any, mesh: Mesh, method: str) -> None:

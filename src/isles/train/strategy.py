@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from isles.config.auto import Machine, choose_strategy, describe, needed_bytes
+from isles.config.auto import Resources, choose_strategy, describe, needed_bytes
 from isles.config.interop.deepspeed import check_accumulation, deepspeed_settings, resolve_stage
 from isles.config.layout import Strategy, make_layout
 from isles.config.sections.run import RunConfig
@@ -70,7 +70,7 @@ def _choose(config: RunConfig, world: World, model: nn.Module) -> tuple[Strategy
         mine = int(torch.cuda.get_device_properties(world.device).total_memory)
     else:
         mine = memory().total // world.local_world_size
-    machine = Machine(world.world_size, _ranks_per_node(world), min(world.gather(mine)), None)
+    machine = Resources(world.world_size, _ranks_per_node(world), min(world.gather(mine)), None)
     whole = needed_bytes(size, config, DDPStrategyConfig(), machine)
     if world.world_size > 1 and whole > machine.usable_bytes:
         machine = replace(machine, link_bytes_per_s=_link_bytes_per_s(world))

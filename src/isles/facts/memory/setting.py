@@ -63,7 +63,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class MemorySettings:
     """Settings that a step's memory depends on, except the model and its sharding.
 
     Args:

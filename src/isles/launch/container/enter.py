@@ -366,7 +366,7 @@ def _is_misleading(name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class EnterCommand:
     """Command line and environment that enter a container on this node."""
 
     words: list[str]
@@ -374,7 +374,9 @@ class Entry:
     runtime: str
 
 
-def entry(container: Container, words: Sequence[str], folders: Sequence[Path | str]) -> Entry:
+def entry(
+    container: Container, words: Sequence[str], folders: Sequence[Path | str]
+) -> EnterCommand:
     """Make the entry for a command in the container; the command keeps this process' pid.
 
     Raises:
@@ -395,7 +397,7 @@ def entry(container: Container, words: Sequence[str], folders: Sequence[Path | s
         folders[0],
         gpu_makers(container),
     )
-    return Entry(line, environ, program)
+    return EnterCommand(line, environ, program)
 
 
 def _require_image(container: Container, workdir: Path | str) -> None:

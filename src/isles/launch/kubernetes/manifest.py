@@ -61,7 +61,7 @@ def pod_lines(loaded: Loaded) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class KubernetesManifest:
     """The objects of one start.
 
     Args:

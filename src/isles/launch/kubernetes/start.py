@@ -21,7 +21,13 @@ from isles.errors import PreflightError, UserError
 from isles.launch.answers import STARTED, Announced, read_started
 from isles.launch.base import Started, StartOptions, ranks_text
 from isles.launch.kubernetes.kubectl import Kubectl, Pod, not_running
-from isles.launch.kubernetes.manifest import KINDS, Manifest, job_name, pod_lines, python_of
+from isles.launch.kubernetes.manifest import (
+    KINDS,
+    KubernetesManifest,
+    job_name,
+    pod_lines,
+    python_of,
+)
 from isles.launch.kubernetes.reach import RunLocation
 from isles.launch.remote.login import started_elsewhere
 from isles.launch.ssh.start import interruptible
@@ -47,7 +53,7 @@ def start_kubernetes(
     """
     resolved = resolve_pods(loaded)
     name = job_name(loaded.config.name)
-    manifest = Manifest(
+    manifest = KubernetesManifest(
         name, loaded, resolved, options.resume, options.typed, suspend=not options.dry_run
     )
     if options.dry_run:
@@ -101,7 +107,7 @@ def resolve_pods(loaded: Loaded) -> Resolved:
     return resolve(loaded, nproc=(cluster.gpus_per_node,) * cluster.max_nodes, device=device)
 
 
-def _create(kubectl: Kubectl, manifest: Manifest, join: str) -> None:
+def _create(kubectl: Kubectl, manifest: KubernetesManifest, join: str) -> None:
     flavor, name = manifest.launcher.flavor, manifest.name
     before = manifest.before()
     for item in before:
@@ -124,7 +130,7 @@ def _patch(kubectl: Kubectl, kind: str, name: str, change: dict[str, Any]) -> No
     kubectl.ask("patch", kind, name, "--type=merge", f"--patch={json.dumps(change)}")
 
 
-def _begun(kubectl: Kubectl, manifest: Manifest, options: StartOptions) -> Announced:
+def _begun(kubectl: Kubectl, manifest: KubernetesManifest, options: StartOptions) -> Announced:
     # Wait until all pods run and the first pod has started a run; returns its announcement.
     launcher, cluster = manifest.launcher, manifest.loaded.config.clusters[0]
     deadline, begin_by, said = time.monotonic() + launcher.pending_timeout, 0.0, ""
@@ -203,6 +209,6 @@ def _failed(pod: Pod, text: str) -> UserError:
     )
 
 
-def _pods_text(manifest: Manifest) -> str:
+def _pods_text(manifest: KubernetesManifest) -> str:
     nodes = manifest.loaded.config.clusters[0].max_nodes
     return f"{nodes} pod{'s' * (nodes != 1)}"

@@ -117,10 +117,10 @@ def draw(
     drawn.lines += _head(snapshot, width, age_s, error)
     drawn.lines += note_lines(snapshot.notes, width, max(2, height // 8))
     tables = (
-        _Table(0, RANK_COLUMNS, snapshot.ranks, view),
-        _Table(1, HOST_COLUMNS, snapshot.hosts, view),
-        _Table(2, LINK_COLUMNS, snapshot.links, view),
-        _Table(
+        _DrawnTable(0, RANK_COLUMNS, snapshot.ranks, view),
+        _DrawnTable(1, HOST_COLUMNS, snapshot.hosts, view),
+        _DrawnTable(2, LINK_COLUMNS, snapshot.links, view),
+        _DrawnTable(
             3,
             CLUSTER_COLUMNS,
             snapshot.clusters,
@@ -247,7 +247,7 @@ def _wrapped(text: str, width: int, limit: int) -> list[str]:
     )
 
 
-class _Table(Generic[R]):
+class _DrawnTable(Generic[R]):
     """One table: its rows as cells, sorted, filtered, and drawn into the width that there is."""
 
     def __init__(

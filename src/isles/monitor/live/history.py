@@ -28,7 +28,7 @@ _MOST_ATTEMPTS = 1000
 """The newest attempts count for goodput."""
 
 
-class History:
+class MetricsReader:
     """Reads new rows of metrics.jsonl. A resumed run replaces the file.
 
     Args:

@@ -55,7 +55,7 @@ class Point(Live, frozen=True):
     eval_loss: float | None = None
 
 
-class Parts(Live, frozen=True):
+class StepSeconds(Live, frozen=True):
     """Seconds of the last step that was timed, of one rank."""
 
     data_s: float = 0.0
@@ -90,7 +90,7 @@ class RankRow(Live, frozen=True):
     clock_mhz: float | None = None
     throttle: str = ""
     """Why the GPU is throttled, such as `heat`."""
-    parts: Parts | None = None
+    parts: StepSeconds | None = None
     heard_s: float | None = None
     """Seconds since the last heartbeat."""
     pid: int | None = None

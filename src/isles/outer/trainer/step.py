@@ -16,7 +16,7 @@ from isles.config.sections.outer import DiLoCoConfig
 from isles.outer.client.client import OuterLink
 from isles.outer.client.session import HubState
 from isles.outer.client.spool import Spool
-from isles.outer.cluster import Applied, Cluster
+from isles.outer.cluster import Cluster, CompletedStep
 from isles.outer.diloco import Mode
 from isles.outer.layout import FragmentLayout
 from isles.outer.messages import Adopt, Apply, Pending
@@ -58,7 +58,7 @@ class _Move:
     # An average that is being applied to the weights while inner steps continue.
     apply: Apply
     pending: Pending
-    applied: Future[Applied]
+    applied: Future[CompletedStep]
 
 
 class Clock:
@@ -288,7 +288,7 @@ class OuterStep:
             mode = "idle"
         if apply.path is None:
             self._cluster.drop(fragment)
-            self._applied(apply, pending, Applied(self._cluster.digest(fragment), 0.0), mode)
+            self._applied(apply, pending, CompletedStep(self._cluster.digest(fragment), 0.0), mode)
             return
         arguments = (fragment, apply.path, len(apply.weights), mode)
         alpha = self.config.alpha if self.config.delay else 0.0
@@ -326,7 +326,9 @@ class OuterStep:
         self._cluster.give(move.apply.outer_step % self.num_fragments)
         self._applied(move.apply, move.pending, applied, "overlap")
 
-    def _applied(self, apply: Apply, pending: Pending | None, applied: Applied, mode: Mode) -> None:
+    def _applied(
+        self, apply: Apply, pending: Pending | None, applied: CompletedStep, mode: Mode
+    ) -> None:
         outer_step = apply.outer_step
         self.version = outer_step + 1
         self.hub.applied(outer_step, applied.digest)

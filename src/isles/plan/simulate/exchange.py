@@ -12,7 +12,7 @@ import math
 from functools import partial
 
 from isles.plan.simulate.core import Core
-from isles.plan.simulate.member import Made, Member, Sent
+from isles.plan.simulate.member import Member, PastContribution, Sent
 from isles.plan.simulate.setting import AHEAD, HEARTBEAT_S, LAST_WAIT_S, OPEN_STEPS
 
 
@@ -134,7 +134,7 @@ class Exchange:
         fragment = outer_step % setting.num_fragments
         steps, delay = member.steps, 0 if member.finishing else setting.delay
         member.sent[outer_step] = Sent(steps, steps - member.base[fragment], now)
-        member.made.append(Made(outer_step, steps))
+        member.made.append(PastContribution(outer_step, steps))
         member.base[fragment] = float(steps)
         member.contributed_at = steps
         member.closing_at = None
