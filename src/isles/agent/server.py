@@ -104,7 +104,7 @@ class NodeConnection:
     lost: str = ""
     """Why it was declared lost; empty if it was not."""
     is_done: bool = False
-    """Whether its agent has exited normally."""
+    """True if its agent has exited normally."""
     skew_s: float = 0.0
     """Its clock minus the clock of this host."""
     sent: dict[str, Any] = field(default_factory=dict)

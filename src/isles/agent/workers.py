@@ -88,12 +88,12 @@ class WorkerGroup:
 
     @property
     def is_running(self) -> bool:
-        """Whether ranks have been started and have not been seen to end."""
+        """True if ranks have been started and have not been seen to end."""
         return bool(self.report["state"] == "running")
 
     @property
     def is_script(self) -> bool:
-        """Whether the ranks run a user's own script."""
+        """True if the ranks run a user's own script."""
         return bool(self._command.get("script"))
 
     @property

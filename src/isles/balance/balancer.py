@@ -79,7 +79,7 @@ class Balancer:
 
     @property
     def is_auto(self) -> bool:
-        """Whether the split may be revised while training."""
+        """True if the split may be revised while training."""
         return self._history is not None
 
     @property

@@ -21,7 +21,7 @@ thousands of rows, the result may miss the best split by a fraction of a percent
 
 
 def are_alike(curves: Sequence[Curve]) -> bool:
-    """Whether all ranks are equally fast, within the noise of measuring."""
+    """True if all ranks are equally fast, within the noise of measuring."""
     shared = min(curve.limit for curve in curves)
     sizes = {min(size, shared) for curve in curves for size in curve.sizes}
     for size in sizes:

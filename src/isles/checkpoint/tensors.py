@@ -216,7 +216,7 @@ class TensorPlanner(DefaultLoadPlanner):
 
 
 def converts(saved: str, dtype: torch.dtype) -> bool:
-    """Whether numbers of an index's type may fill a tensor of another type.
+    """True if numbers of an index's type may fill a tensor of another type.
 
     Strategies keep weights, moments and counters in different widths, and each resumes the
     checkpoints of the others. A conversion between kinds would change the numbers silently.

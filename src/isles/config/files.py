@@ -265,7 +265,7 @@ def _exists(path: Path) -> bool:
 
 
 def may_be_hub_id(name: str) -> bool:
-    """Whether a source may be a dataset at Hugging Face, by its name."""
+    """True if a source may be a dataset at Hugging Face, by its name."""
     ending = ending_of(name)
     if not _HUB_ID.fullmatch(name) or ending.format or ending.packing:
         return False

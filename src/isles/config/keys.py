@@ -69,7 +69,7 @@ def named(node: Schema) -> Schema | None:
 
 
 def is_text_as_typed(path: tuple[str | int, ...]) -> bool:
-    """Whether a key is an environment variable, whose value is text: `0010` stays `0010`.
+    """True if a key is an environment variable, whose value is text: `0010` stays `0010`.
 
     For `config/yaml.py`: YAML would read such values as numbers and booleans.
     """
@@ -124,7 +124,7 @@ def own_types(node: Schema) -> set[str]:
 
 
 def is_own_text(node: Schema) -> bool:
-    """Whether a key holds a type with one notation, such as a rate or an address."""
+    """True if a key holds a type with one notation, such as a rate or an address."""
     return not own_types(node).isdisjoint(_OWN_TEXTS)
 
 

@@ -1,4 +1,4 @@
-"""Which rank does what: data, tensor, context and pipeline parallel on one grid of ranks."""
+"""The grid of ranks: the data, tensor, context and pipeline parallel part of each rank."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Layout:
         return MeshCoordinates(pp, replicate, dp_shard, cp, tp)
 
     def dp_rank(self, rank: int) -> int:
-        """Which part of the data a rank reads; ranks with the same number read the same rows."""
+        """The data part of a rank. Ranks with the same number read the same rows."""
         place = self.place(rank)
         return place.replicate * self.dp_shard + place.dp_shard
 

@@ -50,7 +50,7 @@ class Numbering(Protocol):
     """The samples of a cluster that shares them with other clusters. Any thread may call it."""
 
     def covers(self, first: int, count: int) -> bool:
-        """Whether these indices are known yet."""
+        """True if these indices are known."""
         ...
 
     def numbers(self, first: int, count: int) -> Int64Array:

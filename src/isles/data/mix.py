@@ -84,7 +84,7 @@ class Dataset:
         """1, or 2 for pairs (the chosen answer first)."""
         assert {part.rows_per_sample for part in self.parts} == {self.rows_per_sample}
         self.isolates = any(part.isolates for part in self.parts)
-        """Whether any source isolates the documents that share a row."""
+        """True if any source isolates the documents that share a row."""
         self.reference: Float32Array | None = None
         """Scores of the two answers of each pair before training, [num_samples, 2]."""
         sizes = np.array([part.num_samples for part in self.parts], dtype=np.int64)

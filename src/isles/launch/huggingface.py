@@ -87,7 +87,7 @@ def huggingface_issues(loaded: Loaded) -> list[ConfigError]:
 
 
 def ask_huggingface(repos: Iterable[Sequence[str]]) -> list[dict[str, str]]:
-    """Whether this machine can read repositories of the Hugging Face Hub.
+    """Access of this machine to repositories of the Hugging Face Hub.
 
     Args:
         repos: pairs of kind (model or dataset) and id.

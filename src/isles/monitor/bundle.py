@@ -69,7 +69,7 @@ _ATTEMPTS = 4
 _LINES_ELSEWHERE = 500
 _STACKS_S, _LOOK_S, _THERE_S = 10.0, 0.1, 120.0
 _NO_ARCHIVE = zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, OSError
-"""What zipfile raises for a damaged archive, and (RuntimeError) for an encrypted one."""
+"""Errors of zipfile for a damaged archive. RuntimeError: the archive is encrypted."""
 
 _RUN_FILES = {
     "run.yaml": "the run file as it was given",
@@ -224,7 +224,7 @@ def _owner(found: Found) -> str:
 
 
 def is_inside(found: Found, path: Path) -> bool:
-    """Whether a path is in the run directory, so that isles need not ask."""
+    """True if a path is in the run directory, so that isles need not ask."""
     if isinstance(found, RemoteRun):
         return False
     folder = found if isinstance(found, Path) else found.path

@@ -171,7 +171,7 @@ def _hub_lines(report: MultiClusterReport) -> list[str]:
 
 
 def heavy_notes(answer: Mapping[str, Any]) -> list[str]:
-    """Which cluster outweighs all others in the last average, by the answer of a hub."""
+    """Note on a cluster that outweighs all others in the last average, by the answer of a hub."""
     found = answer.get("heavy")
     known = found if isinstance(found, dict) else {}
     name, share = known.get("name"), number_of(known, "share")

@@ -46,7 +46,7 @@ _QUIET_NEWS = ("started", "round")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a start will do.
+    """Plan of a start.
 
     Args:
         is_resumed: whether the folder of the run exists.
@@ -206,7 +206,7 @@ class MultiClusterStart:
         return {name: "\n".join(end.out) for name, end in ended.items() if not end.code}
 
     def dry_run_text(self, texts: dict[str, str]) -> str:
-        """What would be started, with the texts of `look`."""
+        """Description of the start, with the texts of `look`."""
         if self._outer.hivemind is not None:
             peers = ", ".join(self._outer.hivemind.initial_peers)
             place = f"find one another by {peers}"

@@ -64,7 +64,7 @@ class Codec:
 
     @property
     def feeds_back(self) -> bool:
-        """Whether an encoding's error is added to the next encoding."""
+        """True if an encoding's error is added to the next encoding."""
         match self.kind:
             case "none" | "bf16":
                 return False

@@ -140,7 +140,7 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether every cluster fits. None: unknown."""
+        """True if every cluster fits. None: unknown."""
         answers = [cluster.own.fits for cluster in self.clusters]
         return False if False in answers else None if None in answers or not answers else True
 

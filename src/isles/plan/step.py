@@ -82,7 +82,7 @@ class RankPlan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits. None: unknown."""
+        """True if it fits. None: unknown."""
         return None if self.limit_bytes is None else self.peak_bytes <= self.limit_bytes
 
 
@@ -140,7 +140,7 @@ class Outcome:
 
     @property
     def fits(self) -> bool | None:
-        """Whether every rank fits. None: unknown."""
+        """True if every rank fits. None: unknown."""
         if self.refused:
             return False
         if self.seen_bytes is not None:

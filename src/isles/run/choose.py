@@ -337,7 +337,7 @@ def _is_longer(run_dir: RunDir, resolved: Resolved) -> bool:
 
 
 def is_unchanged(run_dir: RunDir, resolved: Resolved) -> bool:
-    """Whether the last attempt of a run had exactly these values."""
+    """True if the last attempt of a run had exactly these values."""
     try:
         return _old_config(run_dir) == resolved.config
     except UserError:

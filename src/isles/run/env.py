@@ -94,7 +94,7 @@ def allocation(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def is_job_node(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process is on a node of its Slurm job. A shell of salloc may be on another
+    """True if this process is on a node of its Slurm job. A shell of salloc may be on another
     host."""
     return bool(environ.get("SLURMD_NODENAME"))
 
@@ -106,12 +106,12 @@ def run_dir_of_script(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def is_sampled(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the agent of this process samples its node and ranks."""
+    """True if the agent of this process samples its node and ranks."""
     return environ.get(TELEMETRY) != "off"
 
 
 def is_in_container(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether isles has put this process into a container."""
+    """True if isles has put this process into a container."""
     return bool(environ.get(CONTAINER))
 
 

@@ -96,7 +96,7 @@ class Index:
 
 
 def has_index(names: Mapping[str, object]) -> bool:
-    """Whether an index is among the files of a checkpoint."""
+    """True if an index is among the files of a checkpoint."""
     return INDEX in names or OLD_INDEX in names
 
 

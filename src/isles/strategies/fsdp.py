@@ -121,7 +121,7 @@ def allocate(model: nn.Module, config: FSDPStrategyConfig, device: torch.device)
 
 
 def reduces_each_micro_step(config: FSDPStrategyConfig) -> bool:
-    """Whether gradients are sharded after every micro-batch, so that they are never held whole.
+    """True if gradients are sharded after every micro-batch, so that they are never held whole.
 
     Otherwise they are reduced once per step, and each rank holds the whole gradients of all
     parameters that it uses.

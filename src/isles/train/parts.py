@@ -69,11 +69,11 @@ class Parts:
 
     @property
     def checks_every_step(self) -> bool:
-        """Whether reading a number does not wait, as on a CPU."""
+        """True if reading a number does not wait, as on a CPU."""
         return self.world.device.type == "cpu"
 
     def is_due(self, every: int | None) -> bool:
-        """Whether an action with this interval in steps is due now."""
+        """True if an action with this interval in steps is due now."""
         return every is not None and self.progress.has_reached(every)
 
     def record(self, *, lr: float, grad_norm: torch.Tensor) -> None:

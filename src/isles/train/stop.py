@@ -71,7 +71,7 @@ class StopSignals:
     def __init__(self, attempt: Attempt | None = None) -> None:
         self.requested = 0
         self.was_requested = False
-        """Whether a request in the attempt's folder caused the stop."""
+        """True if a request in the attempt's folder caused the stop."""
         self._is_now = False
         self._training = False
         self._before = {number: signal.signal(number, self._handle) for number in _CODES}

@@ -204,7 +204,7 @@ class DiLoCoConfig(Section):
     applies the average when it arrives."""
 
     def is_warmup(self, outer_step: int, num_fragments: int) -> bool:
-        """Whether a round, with this number of fragments, is one of the warmup_rounds."""
+        """True if a round, with this number of fragments, is one of the warmup_rounds."""
         return outer_step // num_fragments < self.warmup_rounds
 
     @property

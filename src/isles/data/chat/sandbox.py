@@ -337,7 +337,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     # Operations.
 
     def plus(self, *parts: Any) -> Any:
-        """What `+` makes of them."""
+        """The operator `+` of templates, on any number of values."""
         size = 0
         for part in parts:
             if type(part) is not str:
@@ -354,7 +354,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """As jinja2 says, which looks at nothing but the type, and slowly."""
+        """The rule of jinja2, cached by type and name: jinja2 reads only the type, and slowly."""
         key = type(obj), attr
         if key not in self._safe:
             if len(self._safe) > 1000:
@@ -470,7 +470,7 @@ def _giver() -> Callable[..., Any]:
 
 
 def variables(messages: Sequence[Any], **given: Any) -> dict[str, Any]:
-    """What `render_jinja_template` of transformers gives to a template, for `render`."""
+    """Variables that `render_jinja_template` of transformers gives to a template, for `render`."""
     texts, _ = _giver()([list(messages)], **given)
     found: dict[str, Any] = texts[0]
     return found

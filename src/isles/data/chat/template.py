@@ -106,7 +106,7 @@ class ChatTemplate:
         """Renderers by the variables of a row, as JSON."""
         self._forms: dict[object, CallForm] = {}
         self._wants_parts = False
-        """Whether contents are lists of parts, which templates of vision models may require."""
+        """True if contents are lists of parts, which templates of vision models may require."""
         self._fields = FieldProbe()
         self._answers = AnswerFinder(self._render, self._text_of, self._special, self._name)
         self._words: dict[str, frozenset[str]] = {}

@@ -81,7 +81,7 @@ class SegmentRecord:
         return self.first_sample + self.num_samples
 
     def record(self) -> dict[str, Any]:
-        """As plain JSON."""
+        """Plain JSON of the segment."""
         return asdict(self)
 
     @classmethod
@@ -100,7 +100,7 @@ class HoldOut:
         self._key = key_from(seed, 6, source)
 
     def __call__(self, first: int, count: int) -> list[bool]:
-        """Whether each of `count` documents is held out, from number `first` on."""
+        """True if each of `count` documents is held out, from number `first` on."""
         drawn = draw(self._key, np.arange(first, first + count, dtype=np.int64))
         held: list[bool] = (drawn.astype(np.float64) < self._fraction * 2.0**64).tolist()
         return held
@@ -127,7 +127,7 @@ class Stream:
         self.segment_tokens = SEGMENT_TOKENS
 
     def identity(self) -> dict[str, Any]:
-        """What the segments depend on, alike on every machine that has the same; plain JSON."""
+        """Everything that the segments depend on, equal on all machines with these rows. JSON."""
         data = self.data
         return {
             "rows": self.source.content(),

@@ -198,9 +198,9 @@ class Architecture:
     experts_used: int
     has_qk_norm: bool
     has_plain_head: bool
-    """Whether logits are unchanged after the head, so that the loss can be computed in chunks."""
+    """True if logits are unchanged after the head, so that the loss can be computed in chunks."""
     caps_logits: bool
-    """Whether a tanh limits the logits, which keeps its result."""
+    """True if a tanh limits the logits, which keeps its result."""
     other_params: int = 0
     """For an unknown kind, numbers of a block that are not in the walk (below 0: too many)."""
 

@@ -139,7 +139,7 @@ class Forward:
         return sum(value.size_bytes for value in self._products.values())
 
     def keeps(self, value: Value) -> bool:
-        """Whether autograd keeps this tensor, or another view of its memory."""
+        """True if autograd keeps this tensor, or another view of its memory."""
         return value.storage in self._saved
 
     def save(self, *values: Value) -> None:

@@ -108,7 +108,7 @@ class MemorySettings:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all weights are trained."""
+        """True if all weights are trained."""
         return self.adapter_rank == 0
 
     @property

@@ -86,7 +86,7 @@ class Container:
 
     @property
     def is_file(self) -> bool:
-        """Whether the image is a file or folder of the node, judged by its name."""
+        """True if the image is a file or folder of the node, judged by its name."""
         return is_file_image(self.image)
 
     def file(self, workdir: Path | str) -> str:
@@ -100,7 +100,7 @@ class Container:
 
 
 def is_file_image(image: str) -> bool:
-    """Whether an image is a file or folder of the node, not a name in a registry."""
+    """True if an image is a file or folder of the node, not a name in a registry."""
     suffixes = (".sif", ".simg", ".img", ".sqsh", ".squashfs")
     return image.startswith(("/", "./", "../", "~")) or (
         "://" not in image and image.endswith(suffixes)
@@ -188,7 +188,7 @@ def wanted_runtimes(container: Container) -> tuple[Runtime, ...]:
 
 
 def has_pyxis(srun: str = "srun") -> bool:
-    """Whether srun of this Slurm accepts an image, according to its help text."""
+    """True if srun of this Slurm accepts an image, according to its help text."""
     with suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(
             [srun, "--help"], capture_output=True, text=True, timeout=_ASK_S, check=False

@@ -59,7 +59,7 @@ _NOTE = 16
 
 @dataclass(slots=True)
 class TableView:
-    """What a person has chosen of one table."""
+    """The user's choices for one table: order, columns, row."""
 
     sort: str = ""
     """Header of the column that sorts the table, or empty for the original order."""
@@ -77,7 +77,7 @@ class TableView:
 
 @dataclass(slots=True)
 class View:
-    """What a person has chosen to see."""
+    """The user's choices for the whole screen."""
 
     table: int = RANKS
     filter: str = ""

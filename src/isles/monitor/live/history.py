@@ -1,4 +1,4 @@
-"""What metrics.jsonl says of a run so far: the curve of the loss, the newest step, goodput."""
+"""Values from metrics.jsonl: the curve of the loss, the newest step, goodput."""
 
 from __future__ import annotations
 

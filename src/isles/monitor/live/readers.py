@@ -52,7 +52,7 @@ class Reader(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether all machines have answered, or are known not to."""
+        """True if all machines have answered, or are known not to."""
         ...
 
     def look(self) -> Snapshot | None:

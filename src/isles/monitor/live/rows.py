@@ -75,7 +75,7 @@ class Records:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the coordinator has stopped to write."""
+        """True if the coordinator no longer writes."""
         return self.is_on and self.age_s is not None and self.age_s > self.silent_s
 
     @cached_property

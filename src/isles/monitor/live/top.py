@@ -416,7 +416,7 @@ class TextScreen(ModalScreen[None]):
 
 
 class Question(ModalScreen[bool]):
-    """Whether to stop the run. Only `y` says yes."""
+    """Question before the run is stopped. Only `y` means yes."""
 
     CSS = """
     Question { align: center middle; }

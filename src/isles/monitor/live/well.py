@@ -74,7 +74,7 @@ class CheckLine:
 
 
 def is_over(snapshot: Snapshot) -> bool:
-    """Whether the run has ended, however it has."""
+    """True if the run has ended, for any reason."""
     return snapshot.run.state in _OVER
 
 

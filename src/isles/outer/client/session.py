@@ -104,7 +104,7 @@ class HubState:
     received_bytes: int = 0
 
     def is_away_for(self, seconds: float) -> bool:
-        """Whether the hub has not answered for this long, or refuses this cluster."""
+        """True if the hub has not answered for this long, or refuses this cluster."""
         since = self.lost_at
         is_long = since is not None and time.monotonic() - since >= seconds
         return is_long or self.refusal is not None

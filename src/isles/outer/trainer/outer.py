@@ -114,7 +114,7 @@ class Outer:
                 self._do(command)
 
     def plan(self) -> bool:
-        """Whether there is work after the step that begins now; rank 0 decides."""
+        """True if there is work after the step that begins now; rank 0 decides."""
         if self._scheduler is None:
             return False
         self.exchange.hand_in()

@@ -146,7 +146,7 @@ class OuterStep:
         self._encodings: dict[int, Future[float]] = {}
         self._move: _Move | None = None
         self._is_own_past = True
-        """Whether a contribution in this cluster's name may belong to an earlier attempt."""
+        """True if a contribution in this cluster's name may belong to an earlier attempt."""
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="outer")
 
     # Checkpoints.
@@ -420,18 +420,18 @@ class OuterStep:
         return self.samples.holding([span for sent in self.sent.values() for span in sent.samples])
 
     def is_overdue(self, outer_step: int) -> bool:
-        """Whether `delay` steps were made since the contribution."""
+        """True if `delay` steps were made since the contribution."""
         return not self._is_early(self.sent[outer_step])
 
     def is_done(self, outer_step: int) -> bool:
-        """Whether the weights contain the average of an outer step that this cluster contributed
+        """True if the weights contain the average of an outer step that this cluster contributed
         to."""
         is_moving = self._move is not None and self._move.apply.outer_step == outer_step
         return outer_step not in self.sent and not is_moving
 
     @property
     def has_learned(self) -> bool:
-        """Whether there is progress that no contribution has."""
+        """True if there is progress that no contribution has."""
         return any(self._learned_tokens(fragment) for fragment in range(self.num_fragments))
 
     def _learned_tokens(self, fragment: int) -> int:

@@ -122,7 +122,7 @@ class OuterScheduler:
         self.exchange, self.hub = exchange, hub
         self.speed = OuterSpeed()
         self.uses_reserve = False
-        """Whether the current samples are reserved ones, not leased."""
+        """True if the current samples are reserved ones, not leased."""
         self._config, self._num_fragments = exchange.config, exchange.num_fragments
         self._schedule = schedule_of(exchange.config, exchange.num_fragments)
         self._batch, self._total_steps = batch, total_steps

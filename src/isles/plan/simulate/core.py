@@ -53,7 +53,7 @@ class Core:
         self.incidents = [each for each in fleet.incidents if each.round is not None]
         """Incidents that start at the end of a round and have not started yet."""
         self.has_somebody_left = False
-        """Whether a member has ended or left since the last check for the end of the run."""
+        """True if a member has ended or left since the last check for the end of the run."""
         self._events: list[tuple[float, int, str, tuple[Any, ...]]] = []
         self._numbers = itertools.count()
         self._line_ends = {self.line_in: math.inf, self.line_out: math.inf}

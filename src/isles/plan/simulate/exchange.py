@@ -179,7 +179,7 @@ class Exchange:
         self._core.later(member, self._core.now + wait_s, "complete", outer_step)
 
     def is_reached(self, member: Member) -> bool:
-        """Whether a member and the hub are connected."""
+        """True if a member and the hub are connected."""
         return member.is_connected and not self._hub.is_away
 
     def complete(self, member: Member, outer_step: int) -> None:

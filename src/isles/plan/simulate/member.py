@@ -22,7 +22,7 @@ average. down: failed, disconnected or frozen. joining: fetches the state or mis
 queue: a job that waits. away: absent or not yet present. done: at the end of the run."""
 
 Cause = Literal["compute", "outer", "others", "transfer", "down", "joining", "queue", "away"]
-"""As `State`, but a wait is either for other clusters that compute, or for links and hub."""
+"""A `State`, except that a wait is either for other clusters that compute, or for links and hub."""
 
 _SPANS = 4000
 
@@ -162,7 +162,7 @@ class Member:
         return found
 
     def has_learned(self) -> bool:
-        """Whether it has inner steps that are in no contribution."""
+        """True if it has inner steps that are in no contribution."""
         return any(base < self.steps for base in self.base)
 
     def copy_of_one(self) -> Member:

@@ -118,7 +118,7 @@ class Hub:
         return not (member.is_behind or member.is_finished) and member.from_round <= self.next
 
     def waits(self) -> bool:
-        """Whether the next round waits for a member whose contribution is missing."""
+        """True if the next round waits for a member whose contribution is missing."""
         parts = self.round(self.next).parts
         known = self._missing  # a member that was missing before is usually still missing
         if known and known in self.living and known not in parts and self.is_expected(known):
@@ -140,7 +140,7 @@ class Hub:
         return None
 
     def is_time(self, now: float) -> bool:
-        """Whether it is time to close the next round."""
+        """True if it is time to close the next round."""
         current = self.rounds.get(self.next)
         if current is None or current.is_closed or not current.parts or self.is_away:
             return False

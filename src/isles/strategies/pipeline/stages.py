@@ -234,7 +234,7 @@ class Pipeline:
 
     @property
     def has_last(self) -> bool:
-        """Whether this rank holds the last stage, which computes the loss."""
+        """True if this rank holds the last stage, which computes the loss."""
         return self.num_stages - 1 in self._modules
 
     def count(self, given: int) -> int:
