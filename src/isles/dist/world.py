@@ -277,6 +277,7 @@ def join_world(
         )
         control = dist.new_group(backend="gloo", timeout=timeout)
         patient = timedelta(seconds=max(timeout_s, work_timeout_s or 0.0))
+        # Messages of one group have one order, so the thread that saves needs a group for itself.
         saving = dist.new_group(backend="gloo", timeout=patient)
         work = dist.new_group(backend="gloo", timeout=patient)
     except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:

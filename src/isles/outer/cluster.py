@@ -298,6 +298,7 @@ class Cluster:
         )
 
     def _digest(self, pieces: Sequence[Tensor]) -> str:
+        # Hashed where it is: `tobytes` would copy each piece.
         mine = [hashlib.sha256(piece.numpy().data.cast("B")).digest() for piece in pieces]
         return hashlib.sha256(b"".join(itertools.chain(*self._files.agree(mine)))).hexdigest()
 
@@ -311,6 +312,7 @@ class Cluster:
                     part = whole[pieces[place].start : pieces[place].stop]
                     goals[mine[place]].copy_(part, non_blocking=True)
         if self._world.device.type == "cuda":
+            # The copies may still run, and the caller reads the goals on the CPU.
             torch.cuda.synchronize(self._world.device)
 
     def _write(self, fragment: int, flat: Tensor, *, adds: bool) -> None:

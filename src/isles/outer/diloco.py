@@ -176,6 +176,7 @@ class FragmentShare:
                 torch.sub(outer_param, before, out=before)
         if mode == "overlap":
             assert self.snapshot is not None
+            # The snapshot is not needed any more, so its memory holds the move.
             move = self.snapshot
             torch.sub(self.outer_param, move, out=move).mul_(1.0 - alpha)
         self.drop_snapshot()
@@ -240,6 +241,7 @@ def square_sum(x: Tensor) -> float:
     total = torch.zeros(lanes, dtype=torch.float64)
     for part in torch.split(x, lanes):
         wide = part.double()
+        # One addition per lane: torch.sum adds in an order that depends on processor and threads.
         total[: part.numel()].add_(wide.mul_(wide))
     while total.numel() > 1:
         half = total.numel() // 2
@@ -249,6 +251,7 @@ def square_sum(x: Tensor) -> float:
 
 def total_norm(square_sums: Sequence[float]) -> float:
     """The norm of all pieces of a fragment, in their order."""
+    # fsum is exact, so no order of addition can change a bit.
     return math.sqrt(math.fsum(square_sums))
 
 

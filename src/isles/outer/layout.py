@@ -147,6 +147,7 @@ def _allocate(sizes: Mapping[str, int], num_fragments: int) -> list[set[str]]:
     for index, names in enumerate(blocks.values()):
         allocated[index % num_fragments] |= set(names)
         load[index % num_fragments] += sum(sizes[name] for name in names)
+    # The name decides between equal sizes, so that all clusters divide alike.
     for name in sorted(ends, key=lambda name: (-sizes[name], name)):
         least = load.index(min(load))
         allocated[least].add(name)

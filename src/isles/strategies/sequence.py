@@ -135,6 +135,7 @@ class _AllGather:
             mask = attention_mask[:, :, first:seen, :seen]
         out_BHtD = F.scaled_dot_product_attention(
             query_BHtD,
+            # No query of this rank attends to later keys, so they are not computed.
             key_BHTD[:, :, :seen],
             value_BHTD[:, :, :seen],
             attn_mask=mask,
@@ -203,6 +204,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad = grad.contiguous()
+        # The queries of every rank have used the keys and values of this rank.
         dist.all_reduce(grad, group=ctx.group)
         size, rank = dist.get_world_size(ctx.group), dist.get_rank(ctx.group)
         return grad.chunk(size, 2)[rank].contiguous(), None

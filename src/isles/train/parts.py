@@ -169,6 +169,7 @@ class Parts:
         """Save a checkpoint of this step. All ranks must call this."""
         paused = self.meter.pause("saving")
         if self.outer is not None:
+            # The state has no place for an average that the weights do not have yet.
             self.outer.exchange.finish_move()
         self.checkpoints.save(
             self.engine.state_dict(),
@@ -294,6 +295,7 @@ class Parts:
         }
 
 
+# A run does not change folders, and each save would start git again.
 @functools.cache
 def _git_commit() -> str | None:
     # The git commit of the folder that the run was started in, if any.

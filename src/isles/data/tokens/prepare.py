@@ -293,6 +293,7 @@ def _prepare_anew(order: _Order, progress: Report, tally: Tally) -> Path:
             yield from chunk.rows
 
     try:
+        # A thread hashes the source while its rows are encoded.
         with order.hashing(), TokenWriter(temporary, encoder) as writer:
             for documents in encode_rows(rows(), encoder, tally):
                 writer.append(documents)

@@ -147,6 +147,7 @@ class OuterStep:
         self._move: _Move | None = None
         self._is_own_past = True
         """True if a contribution in this cluster's name may belong to an earlier attempt."""
+        # One thread: all ranks must make the collective calls of its work in the same order.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="outer")
 
     # Checkpoints.
@@ -208,6 +209,7 @@ class OuterStep:
         self.contributed_at = self.steps
         self._is_own_past = False
         self.clock.begin(outer_step)
+        # A copy, because inner steps change the weights while the thread encodes.
         self._cluster.snapshot(fragment)
         self._encode(outer_step)
         if self.config.delay == 0:
