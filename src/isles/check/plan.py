@@ -19,7 +19,7 @@ from isles.facts.memory.architecture import Architecture
 from isles.launch.huggingface import huggingface_repos
 from isles.launch.ssh.channel import Channel
 from isles.launch.ssh.hosts import Reach
-from isles.run.env import hub_cache
+from isles.run.env import huggingface_cache
 
 PrintLine = Callable[[str], object]
 Device = Literal["cpu", "cuda"]
@@ -165,7 +165,7 @@ def _architecture(config: RunConfig) -> Architecture | None:
     if config.training.script is not None:
         return None
     try:
-        return architecture_of(config, hub_cache())
+        return architecture_of(config, huggingface_cache())
     except UserError:
         return None  # the ranks report it
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from isles.config.files import may_be_hub_id
+from isles.config.files import may_be_huggingface_id
 from isles.config.resolve import Resolved
 from isles.config.sections.data import SourceConfig
 from isles.config.sections.run import RunConfig
@@ -194,4 +194,4 @@ def _is_local(name: str) -> bool:
 
 def _is_on_huggingface(name: str) -> bool:
     # A name without a slash may also be a file or a shape.
-    return name.count("/") == 1 and may_be_hub_id(name) and not _is_local(name)
+    return name.count("/") == 1 and may_be_huggingface_id(name) and not _is_local(name)

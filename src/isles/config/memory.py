@@ -34,13 +34,13 @@ Source: Dettmers et al. 2023 (arXiv:2305.14314), section 3.
 """
 
 
-def architecture_of(config: RunConfig, hub_cache: Path) -> Architecture | None:
+def architecture_of(config: RunConfig, huggingface_cache: Path) -> Architecture | None:
     """The run's model by its config.json, or None if the file is not on this machine.
 
     Raises:
         UserError: the config.json lacks a size of the model.
     """
-    shape = find_shape(config.model, hub_cache)
+    shape = find_shape(config.model, huggingface_cache)
     return None if shape is None else architecture(config, shape)
 
 

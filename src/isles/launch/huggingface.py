@@ -14,12 +14,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from isles.config.files import BUILT_IN, may_be_hub_id
+from isles.config.files import BUILT_IN, may_be_huggingface_id
 from isles.config.load import Loaded
 from isles.config.sections.run import RunConfig
 from isles.errors import ConfigError
 from isles.facts.models import shape_names
-from isles.run.env import datasets_cache, hub_cache, inherited
+from isles.run.env import datasets_cache, huggingface_cache, inherited
 
 _REQUEST_S = 5.0
 
@@ -35,7 +35,7 @@ def huggingface_repos(config: RunConfig) -> dict[tuple[str, str], str]:
     """
 
     def is_elsewhere(name: str) -> bool:
-        return may_be_hub_id(name) and not Path(name).expanduser().exists()
+        return may_be_huggingface_id(name) and not Path(name).expanduser().exists()
 
     found: dict[tuple[str, str], str] = {}
     for key, section in (("model", config.model), ("tokenizer", config.tokenizer)):
@@ -193,7 +193,7 @@ def _row(kind: str, name: str, answer: str, state: str) -> dict[str, str]:
 
 def _is_cached(kind: str, name: str, environ: dict[str, str]) -> bool:
     # Cached by huggingface_hub, or prepared by the datasets library.
-    folder = hub_cache(environ) / f"{kind}s--{name.replace('/', '--')}" / "snapshots"
+    folder = huggingface_cache(environ) / f"{kind}s--{name.replace('/', '--')}" / "snapshots"
     if folder.is_dir() and any(folder.iterdir()):
         return True
     prepared = datasets_cache(environ)

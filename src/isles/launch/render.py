@@ -32,7 +32,7 @@ from isles.launch.kubernetes.start import resolve_pods
 from isles.launch.queue.script import JobText, fill_template, node_lines, rendered_script
 from isles.launch.ray.bundles import ranks_of
 from isles.launch.skypilot.task import TaskText, secret_names, task_file
-from isles.run.env import SKY_TOKEN, hub_cache
+from isles.run.env import SKY_TOKEN, huggingface_cache
 
 Kind = Literal["torchrun", "sbatch", "pbs", "skypilot", "kubernetes", "deepspeed-json", "fsdp-json"]
 
@@ -146,7 +146,7 @@ def _ranks(loaded: Loaded) -> tuple[tuple[int, ...], Device, list[str]]:
         nproc = ranks_of(cluster)
     else:
         nproc = tuple(host.gpus or ranks for host in cluster.hosts) or (ranks,) * cluster.max_nodes
-    issues = list(shape_issues(loaded, hub_cache()))
+    issues = list(shape_issues(loaded, huggingface_cache()))
     try:
         resolve(loaded, nproc=nproc, device=device)
     except ConfigError as error:

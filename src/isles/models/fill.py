@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from isles.config.files import may_be_hub_id
+from isles.config.files import may_be_huggingface_id
 from isles.config.foreign import read_json, weight_files
 from isles.config.sections.model import ModelConfig
 from isles.errors import UserError
@@ -349,7 +349,7 @@ def weights_folder(name: str, *, fetches: bool = True) -> tuple[Path, dict[str, 
         with safe_open(single, "pt") as reader:
             return single.parent, dict.fromkeys(reader.keys(), _SINGLE)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        if not may_be_hub_id(name) and not Path(name).exists():
+        if not may_be_huggingface_id(name) and not Path(name).exists():
             raise UserError(
                 f"folder not found: {Path(name).absolute()}",
                 where="model.name_or_path",

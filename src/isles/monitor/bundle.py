@@ -35,7 +35,7 @@ from isles.launch.remote.login import ask_isles
 from isles.monitor.live.source import snapshot
 from isles.monitor.logs import LogChoice
 from isles.monitor.stream import shown_lines
-from isles.run.env import hub_access, inherited, usable_cores
+from isles.run.env import huggingface_access, inherited, usable_cores
 from isles.run.find import run_of
 from isles.run.join_line import JoinLine
 from isles.run.live import ask_for_stacks
@@ -446,7 +446,7 @@ def _known_secrets(found: Found) -> Iterator[str]:
     # Whatever this machine can read that must not be passed on.
     environ = inherited()
     yield from (value for name, value in environ.items() if may_be_secret(name))
-    yield hub_access().token
+    yield huggingface_access().token
     with suppress(OSError, netrc.NetrcParseError):
         yield from (entry[2] for entry in netrc.netrc().hosts.values() if entry[2])
     match found:

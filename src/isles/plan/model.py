@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request
 
-from isles.config.files import find_shape, may_be_hub_id
+from isles.config.files import find_shape, may_be_huggingface_id
 from isles.config.foreign import MAX_CONFIG_BYTES, check_config, open_foreign, parse_json
 from isles.config.layout import Layout
 from isles.config.memory import architecture, setting_of
@@ -22,7 +22,7 @@ from isles.facts.memory.setting import Holding
 from isles.facts.memory.step import Count
 from isles.facts.models import shape_names
 from isles.launch.huggingface import huggingface_issue
-from isles.run.env import hub_access, hub_cache
+from isles.run.env import huggingface_access, huggingface_cache
 from isles.run.web import ask_url
 
 _FETCH_S = 5.0
@@ -77,7 +77,7 @@ def shape_of(config: RunConfig) -> Shape:
         UserError: it is not on this machine and cannot be fetched.
     """
     name = config.model.name_or_path
-    shape = find_shape(config.model, hub_cache())
+    shape = find_shape(config.model, huggingface_cache())
     if shape is not None:
         return Shape(shape, _origin(name))
     return Shape(_fetched(name), "config.json from Hugging Face (not cached)")
@@ -136,7 +136,7 @@ def files_params(name: str) -> int | None:
     """Numbers in a model's safetensors files, from their headers. None: no files were found."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        cached = hub_cache() / f"models--{name.replace('/', '--')}"
+        cached = huggingface_cache() / f"models--{name.replace('/', '--')}"
         try:
             commit = (cached / "refs" / "main").read_text(encoding="utf-8").strip()
         except OSError:
@@ -171,7 +171,7 @@ def _numbers(tensor: Mapping[str, Any]) -> int:
 
 def _fetched(name: str) -> dict[str, Any]:
     # Fetch the config.json alone, by its URL, and explain a failure in the words of `isles check`.
-    if not may_be_hub_id(name) or Path(name).expanduser().exists():
+    if not may_be_huggingface_id(name) or Path(name).expanduser().exists():
         raise UserError(
             f"no readable config.json in {name}",
             where="model.name_or_path",
@@ -179,7 +179,7 @@ def _fetched(name: str) -> dict[str, Any]:
             + ", ".join(shape_names()),
             id="files.model",
         )
-    access = hub_access()
+    access = huggingface_access()
     if access.is_offline:
         raise _refused(name, "offline", "HF_HUB_OFFLINE is set")
     request = Request(f"{access.endpoint}/{name}/resolve/main/config.json")

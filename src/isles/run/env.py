@@ -230,7 +230,7 @@ def visible_devices(environ: Mapping[str, str] = os.environ) -> list[str] | None
     return [entry.strip() for entry in value.split(",") if entry.strip() not in ("", "-1")]
 
 
-def hub_cache(environ: Mapping[str, str] = os.environ) -> Path:
+def huggingface_cache(environ: Mapping[str, str] = os.environ) -> Path:
     """Folder for downloads of huggingface_hub, by its documentation."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if environ.get(name):
@@ -245,7 +245,7 @@ def datasets_cache(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class HubAccess:
+class HuggingFaceAccess:
     """Access to Hugging Face, by huggingface_hub's documentation.
 
     `token` is a secret, or empty.
@@ -256,7 +256,7 @@ class HubAccess:
     is_offline: bool
 
 
-def hub_access(environ: Mapping[str, str] = os.environ) -> HubAccess:
+def huggingface_access(environ: Mapping[str, str] = os.environ) -> HuggingFaceAccess:
     """The address of Hugging Face, the token of this account, and whether downloads are off."""
     endpoint = (environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     token = environ.get("HF_TOKEN") or environ.get("HUGGING_FACE_HUB_TOKEN") or ""
@@ -265,7 +265,7 @@ def hub_access(environ: Mapping[str, str] = os.environ) -> HubAccess:
         path = Path(given).expanduser() if given else _hub_home(environ) / "token"
         with suppress(OSError):
             token = path.read_text(encoding="utf-8").strip()
-    return HubAccess(endpoint, token, _is_on(environ, "HF_HUB_OFFLINE"))
+    return HuggingFaceAccess(endpoint, token, _is_on(environ, "HF_HUB_OFFLINE"))
 
 
 def _is_on(environ: Mapping[str, str], name: str) -> bool:

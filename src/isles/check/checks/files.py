@@ -18,7 +18,7 @@ from isles.config.sections.run import RunConfig
 from isles.errors import UserError
 from isles.facts.units import format_bytes
 from isles.launch.huggingface import ask_huggingface, huggingface_issue
-from isles.run.env import cache_home, hub_cache
+from isles.run.env import cache_home, huggingface_cache
 from isles.run.records import NO_SPACE, NOT_A_FOLDER, how_to_write, refusal
 
 _LEAST_BYTES = 1 << 30
@@ -104,7 +104,9 @@ def _folders(plan: NodePlan, config: RunConfig | None) -> Iterator[Finding]:
     if plan.repos:
         # If the size of the model is unknown, do not guess its download.
         other = f"set HF_HOME in {variables} to a larger disk"
-        yield from _folder(plan, "the Hugging Face cache", hub_cache(), 2 * plan.num_params, other)
+        yield from _folder(
+            plan, "the Hugging Face cache", huggingface_cache(), 2 * plan.num_params, other
+        )
 
 
 def _folder(
@@ -161,7 +163,11 @@ def _named(plan: NodePlan, loaded: Loaded) -> Iterator[Finding]:
     looked = ["files.script"] if is_script else ["files.model", "files.data"]
     ignored = "" if plan.is_first else "files.data"  # the first host sends prepared data
     bad = {ignored}
-    failures = [*data_issues(loaded), *shape_issues(loaded, hub_cache()), *deepspeed_issues(loaded)]
+    failures = [
+        *data_issues(loaded),
+        *shape_issues(loaded, huggingface_cache()),
+        *deepspeed_issues(loaded),
+    ]
     for failure in failures:
         key = failure.where.rpartition(" ")[2]
         finding_id = "files.script" if key.startswith("training.script") else "files.model"

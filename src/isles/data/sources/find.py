@@ -23,7 +23,7 @@ from isles.config.files import (
     GLOB_FIX,
     folder_issue,
     how_to_find,
-    may_be_hub_id,
+    may_be_huggingface_id,
     named_files,
 )
 from isles.config.foreign import open_foreign
@@ -96,7 +96,7 @@ def open_source(source: SourceConfig, *, streams: bool = False) -> Source:
             fix=GLOB_FIX,
             id="files.data",
         )
-    if may_be_hub_id(name):
+    if may_be_huggingface_id(name):
         return (stream_huggingface if streams else open_huggingface)(
             name, source.subset, source.split
         )

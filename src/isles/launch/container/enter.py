@@ -24,7 +24,7 @@ from isles.run.env import (
     cache_home,
     container_host,
     datasets_cache,
-    hub_cache,
+    huggingface_cache,
     inherited,
     scratch_folder,
 )
@@ -305,10 +305,10 @@ def mounts_of(
         plain = re.split(r"[*?\[]", text, maxsplit=1)[0]
         path = base / Path(plain).expanduser()
         wanted.append(path if plain == text or plain.endswith("/") else path.parent)
-    hub = hub_cache(environ)
+    downloads = huggingface_cache(environ)
     # The Hugging Face token, and files of transformers, are next to the cache of the Hugging Face
     # Hub.
-    caches = [hub.parent if hub.name == "hub" else hub, datasets_cache(environ)]
+    caches = [downloads.parent if downloads.name == "hub" else downloads, datasets_cache(environ)]
     for cache in (cache_home(environ), *caches):
         with suppress(OSError):  # a read-only home is mounted unchanged
             cache.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from isles.plan.simulate.sizes import (
     fragment_numbers,
     llama_sizes,
 )
-from isles.run.env import hub_cache
+from isles.run.env import huggingface_cache
 
 # Constants of `isles.outer`, by the file that has them.
 OPEN_STEPS = 8  # trainer/sync.py: limit of outer steps ahead with contributions
@@ -230,7 +230,7 @@ def _fragments(loaded: Loaded, num: int, parameters: int | None) -> list[int]:
     # evenly.
     config = loaded.config
     if parameters is None:
-        shape = find_shape(config.model, hub_cache())
+        shape = find_shape(config.model, huggingface_cache())
         if shape is None:
             raise ConfigError(
                 f"the size of {config.model.name_or_path} is unknown: it is not a shape of isles, "
