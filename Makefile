@@ -49,7 +49,7 @@ check: $(STAMP)
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 	$(BIN)/python -m tests.size
 
-# Lines of each room, and the files that only a neighbour imports.
+# Lines of each room, and the files that only a neighbor imports.
 size: $(STAMP)
 	@$(BIN)/python -m tests.size
 

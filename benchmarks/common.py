@@ -333,7 +333,7 @@ def take_turns(
 
 
 def ratios_of(chunks: Sequence[tuple[str, float]]) -> tuple[list[float], list[float]]:
-    """Ratios of speed: isles over each neighbour, and B over A."""
+    """Ratios of speed: isles over each neighbor, and B over A."""
     isles, noise = [], []
     for (name, seconds), (next_name, next_seconds) in pairwise(chunks):
         if "isles" not in (name, next_name):

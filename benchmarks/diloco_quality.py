@@ -1,4 +1,4 @@
-"""What is learnt by clusters that average now and then, against one synchronous run.
+"""What is learned by clusters that average now and then, against one synchronous run.
 
     python benchmarks/diloco_quality.py [--quick|--smoke] [--clusters 2,4]
         [--settings int8,int8+fragments] [--together STEPS] [--folder FOLDER] [KEY=VALUE ...]

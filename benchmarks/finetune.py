@@ -16,7 +16,7 @@ that it does in a step: reading, records, trackers, its look at signals.
 
 The last line is JSON:
     full_over_hf, lora_over_hf: isles' tokens/s over those of the faster of A and B, the median over
-        neighbouring chunks; higher is better.
+        neighboring chunks; higher is better.
     padding_waste: share of the places in isles' packed samples that hold padding.
 With --smoke the first two are of LoRA only.
 """
@@ -177,7 +177,7 @@ def padding_waste(folder: Path) -> float:
 
 
 def report(folder: Path, adapter: str, effort: Effort, kinds: Sequence[str]) -> dict[str, float]:
-    """Measure and print; isles' tokens/s over those of each other, the median over neighbours."""
+    """Measure and print; isles' tokens/s over those of each other, the median over neighbors."""
     name = "full" if adapter == "none" else adapter
     run_file = folder / f"{name}-{'-'.join(kinds)}.yaml"
     text = RUN_FILE.format(

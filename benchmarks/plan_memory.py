@@ -57,7 +57,7 @@ from isles.config.sections.strategy import (
 from isles.dist.batch import VARLEN, Batch
 from isles.dist.mesh import Mesh, make_mesh
 from isles.dist.world import World
-from isles.facts.memory.step import Memory, memory_of
+from isles.facts.memory.step import StepMemory, memory_of
 from isles.models.adapter import add_adapter, frozen_dtype
 from isles.models.recompute import set_gradient_checkpointing
 from isles.strategies.sequence import use_context_parallel_attention
@@ -526,7 +526,7 @@ def _world(ranks: int, place: int, *, alone: bool) -> World:
     return World(place, place % local, ranks, local, device, group, group, group, 60.0)
 
 
-def on_paper(case: Case, shape: Any) -> Memory:
+def on_paper(case: Case, shape: Any) -> StepMemory:
     """The same by isles' formula."""
     config = case.config()
     model = architecture(config, shape.to_dict())

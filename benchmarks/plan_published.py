@@ -15,7 +15,7 @@ from typing import Any
 from common import make_parser, print_figures
 
 from isles.facts.memory.architecture import Architecture
-from isles.facts.memory.setting import Holding, Setting
+from isles.facts.memory.setting import Holding, MemorySettings
 from isles.facts.memory.step import Count, memory_of
 
 BAR = 0.10
@@ -52,7 +52,7 @@ FSDP_QLORA = "AnswerDotAI/fsdp_qlora at 50efa1e, benchmarks_03_2024.md"
 COOKBOOK = "meta-llama/llama-cookbook, pull request 41"
 TORCHTUNE = "pytorch/torchtune, README.md"
 
-PURE = Setting("bf16-true", "adamw", 4, 4096, checkpointing="full", accumulates=False)
+PURE = MemorySettings("bf16-true", "adamw", 4, 4096, checkpointing="full", accumulates=False)
 WHOLE = replace(PURE, is_chunked=False)
 QKVO = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 LORA = replace(WHOLE, adapter_rank=16, adapter_targets=QKVO, adapter_width=4, has_dropout=True)
@@ -91,7 +91,7 @@ class Published:
     source: str
     name: str
     model: dict[str, Any]
-    setting: Setting
+    setting: MemorySettings
     measured: float
     holding: Holding = field(default_factory=Holding)
     steps_by_copy: bool = True

@@ -18,7 +18,7 @@ from isles.facts.models import load_shape
 from isles.plan.simulate.capacity import capacity, with_hubs
 from isles.plan.simulate.engine import simulate
 from isles.plan.simulate.fleet import FailuresConfig, FleetConfig, GroupConfig, HubConfig
-from isles.plan.simulate.setting import CODEC_COSTS, Setting
+from isles.plan.simulate.setting import CODEC_COSTS, SimulationSettings
 from isles.plan.simulate.sizes import equal_fragments, fragment_numbers, llama_sizes
 
 SMALLEST = 2
@@ -41,7 +41,7 @@ def bar(part: float, width: int = 30) -> str:
 def clusters(points: int | None) -> dict[str, float]:
     """Homes that train 150M parameters; one hub of 10 Gbit/s, and a second level of such hubs."""
     fragments = fragment_numbers(llama_sizes(load_shape("llama-150m")), 4)
-    setting = Setting("homes", tuple(fragments), 32_768, 500, CodecConfig(), delay=20)
+    setting = SimulationSettings("homes", tuple(fragments), 32_768, 500, CodecConfig(), delay=20)
     setting = replace(setting, deadline_s=_NEVER_S)
     step_s = 6 * setting.parameters * setting.tokens_per_step / HOME_FLOPS
     hub = HubConfig(uplink=10 * _GBIT, downlink=10 * _GBIT)
@@ -99,7 +99,7 @@ def parameters(points: int | None) -> dict[str, float]:
         )
         row = []
         for codec in codecs:
-            setting = Setting(
+            setting = SimulationSettings(
                 name,
                 tuple(equal_fragments(int(numbers), 4)),
                 2**19,
@@ -133,7 +133,7 @@ def speed(points: int | None) -> dict[str, float]:
             failures=FailuresConfig(every=864_000.0, lasts=120.0),
         )
         hub = HubConfig(uplink=10 * _GBIT, downlink=10 * _GBIT, hubs=math.isqrt(count))
-        setting = Setting(
+        setting = SimulationSettings(
             "speed", tuple(equal_fragments(150_000_000, 4)), 32_768, 500, CodecConfig(), delay=20
         )
         began = time.process_time()

@@ -46,7 +46,7 @@ from isles.facts.models import load_shape
 from isles.plan.simulate.engine import simulate
 from isles.plan.simulate.fleet import FleetConfig, GroupConfig, IncidentConfig
 from isles.plan.simulate.result import Result
-from isles.plan.simulate.setting import Setting
+from isles.plan.simulate.setting import SimulationSettings
 from isles.plan.simulate.sizes import fragment_numbers, llama_sizes
 from isles.run.records import read_rows
 
@@ -133,7 +133,7 @@ def play_slow_link(
         for name, each in step_s.items()
     )
     marks = slow_link.WARM, slow_link.WARM + steps
-    setting = Setting(
+    setting = SimulationSettings(
         name="slow_link",
         fragments=tuple(fragment_numbers(llama_sizes(load_shape(shape.model)), shape.fragments)),
         tokens_per_step=shape.rows * shape.seq_length,
@@ -281,7 +281,7 @@ def play_chaos(alone: dict[str, Alone], rounds: int, plan: chaos.Plan, hub_s: fl
         machines={"here": len(os.sched_getaffinity(0))},
         incidents=tuple(incidents_of(alone, rounds, plan, hub_s)),
     )
-    setting = Setting(
+    setting = SimulationSettings(
         name="chaos",
         fragments=tuple(fragment_numbers(llama_sizes(SHAPE), chaos.FRAGMENTS)),
         tokens_per_step=512,

@@ -119,7 +119,7 @@ class Watch:
 
 
 def interface_bytes(lab: Lab, host: str) -> int:
-    """Bytes that a host has received and sent, headers and acknowledgements included."""
+    """Bytes that a host has received and sent, headers and acknowledgments included."""
     text = Path(f"/proc/{lab.pid1(host)}/net/dev").read_text()
     fields = text.split("eth0:")[1].split()
     return int(fields[0]) + int(fields[8])

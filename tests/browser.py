@@ -211,7 +211,7 @@ def pictures(folder: Path) -> None:
                 page.size(width, page.evaluate("document.documentElement.scrollHeight"))
             path = folder / f"{name}.png"
             page.screenshot(path)
-            with Image.open(path) as image:  # a palette that keeps rare colours: half the size
+            with Image.open(path) as image:  # a palette that keeps rare colors: half the size
                 small = image.convert("RGB").quantize(
                     256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
                 )

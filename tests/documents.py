@@ -16,7 +16,7 @@ from markdown_it import MarkdownIt
 
 from isles.cli import app
 from isles.config import keys
-from isles.launch.verbs import normalise_overrides
+from isles.launch.verbs import normalize_overrides
 from tests.deadline import run_program
 
 ROOT = Path(__file__).parents[1]
@@ -126,7 +126,7 @@ def simple_commands(line: str) -> list[list[str]]:
 
 def isles_fault(words: list[str]) -> str:
     """What is wrong with the words after `isles`; empty: they are understood."""
-    tokens = normalise_overrides(words)
+    tokens = normalize_overrides(words)
     try:
         _, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
     except Exception as error:  # cyclopts has many

@@ -191,7 +191,7 @@ def _rank(dice: random.Random, place: dict[str, Any], rank: int, step: int) -> R
     figures = _drawn(dice, stage_s=(0, 3, 2), use=(0.93, 1, 3), heard_s=(0, 2, 1))
     figures |= _drawn(dice, temperature_c=(58, 67, 0), power_w=(610, 690, 0))
     figures |= _drawn(dice, clock_mhz=(1830, 1980, 0))
-    more = {"limit_bytes": int(79.6 * GIB), "parts": model.Parts(**parts)}
+    more = {"limit_bytes": int(79.6 * GIB), "parts": model.StepSeconds(**parts)}
     return RankRow(**place, **about, **figures, **more)
 
 
@@ -239,7 +239,9 @@ def _curve(step: int, seed: int = 0) -> list[model.Point]:
 def _break(ranks: list[RankRow], links: list[model.LinkRow]) -> list[str]:
     """Mark some ranks; the notes that say so, the worst first."""
     gone = {"heard_s": 24.0, "use": 0.0}
-    slow = {"parts": model.Parts(data_s=0.05, compute_s=3.5, communication_s=0.4, waiting_s=0)}
+    slow = {
+        "parts": model.StepSeconds(data_s=0.05, compute_s=3.5, communication_s=0.4, waiting_s=0)
+    }
     hot = {"throttle": "heat", "temperature_c": 91, "clock_mhz": 1120}
     notes = []
     for place, mark, note, changes in (

@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face hub on loopback, of which files are read."""
+"""A stand-in for the Hugging Face Hub on loopback, of which files are read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from isles.facts.models import load_shape
 def model_hub() -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
     """Its URL, and the paths that are asked for, each with the token.
 
-    The repository o/open holds a config.json, o/gated has a licence, o/old is a former name
+    The repository o/open holds a config.json, o/gated has a license, o/old is a former name
     of o/open, and it knows no other.
     """
     asked: list[tuple[str, str | None]] = []

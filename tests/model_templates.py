@@ -47,7 +47,7 @@ LLAMA_31 = """\
 {%- endif -%}
 """
 
-# A system message of its own; neighbouring results share a turn.
+# A system message of its own; neighboring results share a turn.
 QWEN_25 = """\
 {%- set said = 'You are a helpful assistant.' -%}
 {%- if messages[0].role == 'system' -%}{%- set said = messages[0].content -%}{%- endif -%}

@@ -274,7 +274,7 @@ class Clusters:
         for outer_step in map(str, range(turns)):
             found = [record["history"].get(outer_step) for record in records.values()]
             assert len({turn["outer_params"] for turn in found if turn}) == 1, outer_step
-            # Who comes late keeps what it has learnt since.
+            # Who comes late keeps what it has learned since.
             weights = {turn["weights"] for turn in found if turn and turn["is_in"]}
             assert len(weights) == 1, outer_step
         assert len({str(record["outer_params"]) for record in records.values()}) == 1

@@ -1,8 +1,8 @@
 """How large the house is, beside what each room should take: `make size`.
 
 Lines are all lines of its .py files. The orientation is a design's, no limit; a room that is far
-above it has layers, or scope, that nobody has looked at for long. A file that only a neighbour
-imports is a part of that neighbour, unless it is a leaf worth reading by itself.
+above it has layers, or scope, that nobody has looked at for long. A file that only a neighbor
+imports is a part of that neighbor, unless it is a leaf worth reading by itself.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from functools import cache
 from graphlib import TopologicalSorter
@@ -164,6 +164,20 @@ def test_the_fields_words_name_things():
                     continue
                 parts = {part.lower() for part in re.split(r"_|(?<=[a-z])(?=[A-Z])", name)}
                 assert not parts & OLD_WORDS, f"{path}:{getattr(node, 'lineno', 0)}: {name}"
+
+
+PROTOCOLS = {"Progress", "Recorder"}
+"""A Protocol of outer/trainer/step.py has the name of the class of train/ that it describes."""
+
+
+def test_a_class_name_has_one_meaning():
+    """Each class has its own name in src/isles, private classes too."""
+    classes = defaultdict[str, list[str]](list)
+    for path in FILES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef) and node.name not in PROTOCOLS:
+                classes[node.name].append(f"{path}:{node.lineno}")
+    assert not {name: places for name, places in classes.items() if len(places) > 1}
 
 
 def test_every_room_says_what_is_in_it_and_what_to_open_first():

@@ -27,9 +27,11 @@ from isles.launch.manual import interface_of
 from isles.run.env import RankEnv, read_rank_env
 
 # Edit these for your needs
-MODEL_NAME = "meta-llama/Llama-2-7b-hf"  # a hub id, or a folder
-DATASET_NAME = "wikitext"  # a hub id, a folder, or files such as data/processed/*.jsonl
-DATASET_CONFIG = "wikitext-2-raw-v1"  # which part of a hub dataset; None where it has no parts
+MODEL_NAME = "meta-llama/Llama-2-7b-hf"  # a Hugging Face id, or a folder
+DATASET_NAME = "wikitext"  # a Hugging Face id, a folder, or files such as data/processed/*.jsonl
+DATASET_CONFIG = (
+    "wikitext-2-raw-v1"  # which part of a Hugging Face dataset; None where it has no parts
+)
 EPOCHS = 3
 LEARNING_RATE = 2e-4
 BATCH_SIZE = 1  # per GPU

@@ -44,7 +44,7 @@ _TRAINING = (
         str,
         "PrimeIntellect/llama-150m-fresh",
         "model.name_or_path",
-        "A folder with config.json and *.safetensors, or a hub id.",
+        "A folder with config.json and *.safetensors, or a Hugging Face id.",
     ),
     Flag(
         "attn-implementation",
@@ -121,8 +121,8 @@ _DATA = (
         str,
         "allenai/c4",
         "data.sources.0.path",
-        "A hub id, a file, a glob or a folder. From the hub it is read while training; with --hv, "
-        "all of it is prepared first.",
+        "A Hugging Face id, a file, a glob or a folder. A Hugging Face dataset is read while "
+        "training; with --hv, all of it is prepared first.",
     ),
     Flag(
         "c4-tiny",

@@ -62,7 +62,7 @@ def load(given: Given) -> Loaded:
             f"there is no folder {name}",
             where="--path-model",
             fix="`python make_llama_2m.py` makes ../tests/models/llama-2m-fresh; else give a "
-            "folder with config.json and *.safetensors, or a hub id",
+            "folder with config.json and *.safetensors, or a Hugging Face id",
         )
     import torch
 
@@ -143,12 +143,12 @@ def data_section(given: Given) -> dict[str, Any]:
         return {"sources": [{"type": "fake"}], **section}
     name = _C4_TINY if given["c4-tiny"] else given["dataset-name-or-path"]
     source = {"path": name, **({"subset": "en"} if name in (_C4, _C4_TINY) else {})}
-    streams = is_on_hub(name) and name != _C4_TINY and not given.has_hivemind
+    streams = is_on_huggingface(name) and name != _C4_TINY and not given.has_hivemind
     return {"sources": [source], "streaming": streams, **section}
 
 
-def is_on_hub(name: str) -> bool:
-    """Whether a data set's name is a hub id, and no path or pattern of this machine."""
+def is_on_huggingface(name: str) -> bool:
+    """Whether a data set's name is a Hugging Face id, and no path or pattern of this machine."""
     is_pattern = any(sign in name for sign in "*?[")
     return name.count("/") == 1 and not is_pattern and not Path(name).expanduser().exists()
 

@@ -23,7 +23,7 @@ from isles.facts.console import Console
 from isles.facts.secrets import without_secrets
 from isles.facts.terminal import shown_streams
 from isles.launch.groups import START, TOOLS
-from isles.launch.verbs import config, data, normalise_overrides, render, setup_app
+from isles.launch.verbs import config, data, normalize_overrides, render, setup_app
 from isles.monitor import results, verbs
 from isles.monitor.live import verbs as live_verbs
 from isles.run.env import settle_home
@@ -250,6 +250,8 @@ def explain(id: str = "", /) -> int:
         print(page.exit_code_text(id, width))
     elif id in page.by_id():
         print(page.by_id()[id].text(width))
+    elif (new := page.RENAMED.get(id)) is not None:
+        print(f"{id} is called {new}\n\n{page.by_id()[new].text(width)}")
     else:
         known = sorted(page.by_id())
         near = [name for name in known if name.startswith(f"{id}.")]
@@ -275,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    tokens = normalise_overrides(sys.argv[1:] if argv is None else argv)
+    tokens = normalize_overrides(sys.argv[1:] if argv is None else argv)
     try:
         if note := settle_home():
             print(f"note: {note}", file=sys.stderr)

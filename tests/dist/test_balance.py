@@ -21,7 +21,7 @@ import torch
 from isles.balance.balancer import Balancer
 from isles.balance.curve import Curve
 from isles.balance.measure import ComputeMeter, compute_until_all_are_here
-from isles.balance.revise import Allocation, Device, History
+from isles.balance.revise import Allocation, RankDevice, SplitHistory
 from isles.dist.split import even_split
 from isles.dist.world import join_world, leave_world
 from isles.run.checkpoints import list_checkpoints
@@ -96,14 +96,14 @@ def _measure(env: RankEnv, folder: Path) -> tuple[int, list[int]]:
     if env.rank == 1:
         until(mark.exists, "rank 0 computes while rank 1 is not done")
     compute_until_all_are_here(work, world)
-    devices = tuple(Device("box", "cpu", rank) for rank in range(2))
+    devices = tuple(RankDevice("box", "cpu", rank) for rank in range(2))
     curves = (Curve((1, 4), (1.0, 4.0), 4),) * 2
     split = even_split(8, 2, 4, in_step=False)
     even = Allocation(0, split, 4, "ddp", devices, curves, is_timed=False)
     judged = []
     for step_s, pause_s in ((1.2, 0.0), (0.3, 60.0), (0.06, 0.0)):
         now = [0.0]
-        record, history = folder / "record", History().add(even)
+        record, history = folder / "record", SplitHistory().add(even)
         balancer = Balancer(world, even, history, record, 0, lambda now=now: now[0])
         block = torch.nn.Linear(2, 2)
         balancer.watch([block])
@@ -199,7 +199,7 @@ def test_equal_devices_give_the_same_bits_whatever_else_the_machine_does(run_fil
 
 def splits(run_dir: RunDir) -> tuple[Allocation, ...]:
     """All that a run has used so far."""
-    return History.load(run_dir.balance, None).allocations
+    return SplitHistory.load(run_dir.balance, None).allocations
 
 
 @pytest.mark.long

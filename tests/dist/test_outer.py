@@ -205,7 +205,7 @@ def test_every_strategy_keeps_the_bits_of_one_rank_under_ddp(run_file, tmp_path,
     others = run_ranks(turns_of_a_cluster, world_size, run_file, tmp_path, cases, first)
     for case in cases:
         seen, figures = first[case]
-        assert len(set(seen)) == len(seen), (case, "nothing was learnt")
+        assert len(set(seen)) == len(seen), (case, "nothing was learned")
         assert min(figures[:4]) > 0
         for other in others:
             assert other[case][0] == seen, case
@@ -299,7 +299,7 @@ def continue_alone(env: RankEnv, run_file: Path, path: Path, digests: list[str])
         assert torch.equal(flat, saved["outer_param"])
         assert float(saved["momentum"].abs().max()) > 0
 
-    # A straggler keeps what it has learnt since the outer parameters.
+    # A straggler keeps what it has learned since the outer parameters.
     late = Side(run_file, world, ALONE, "int4")
     outer_params = late.weights()
     late.train(1)

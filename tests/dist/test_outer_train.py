@@ -181,7 +181,7 @@ def test_zero3_and_hsdp_keep_the_same_weights_through_a_resume(site: Site) -> No
     a, b = (run_dir for run_dir, _ in started.values())
     digests = digests_of(a)
     assert digests == digests_of(b) and len(digests) >= 5
-    assert len(set(digests.values())) == len(digests), "nothing was learnt"
+    assert len(set(digests.values())) == len(digests), "nothing was learned"
     assert have_the_same_weights(a, b)
 
 

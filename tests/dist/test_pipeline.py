@@ -20,7 +20,7 @@ from isles.run.env import RankEnv
 from isles.strategies.pipeline.stages import assign_layers, check_model, cut_stage
 from tests.dist.test_same_mathematics import (
     TOLERANCE,
-    check_that_it_has_learnt,
+    check_that_it_has_learned,
     figures_of,
     largest_difference,
     model_with,
@@ -65,7 +65,7 @@ SHORT = CASES[6:7]
 @pytest.mark.parametrize("cases", [SHORT, CASES], ids=["short", "others"])
 def test_a_pipeline_learns_what_one_process_learns(five_layers, cases):
     reference = train(five_layers, 1, "training.micro_batch_size=12")
-    check_that_it_has_learnt(five_layers, reference)
+    check_that_it_has_learned(five_layers, reference)
     for ranks, strategy, micro, *balance in cases:
         size = f"training.micro_batch_size={micro}"
         run_dir = train(five_layers, ranks, f"strategy={{{strategy}}}", size, *balance, resume="no")

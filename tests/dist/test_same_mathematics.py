@@ -66,7 +66,7 @@ def largest_difference(left: RunDir, right: RunDir) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in names)
 
 
-def check_that_it_has_learnt(run_file: Path, reference: RunDir, *overrides: str) -> None:
+def check_that_it_has_learned(run_file: Path, reference: RunDir, *overrides: str) -> None:
     """Else the weights of any run would be those of the reference."""
     one_step = ("training.max_steps=1", "training.warmup_steps=0", "training.learning_rate=1e-30")
     start = train(run_file, 1, *overrides, *one_step, resume="no")
@@ -88,7 +88,7 @@ def test_ranks_and_accumulation_change_nothing(run_file, optimizer, packing, spl
     """20 steps of one process with the whole batch, against ranks and micro-batches."""
     common = (f"data.packing={packing}", f"training.optimizer={optimizer}")
     reference = train(run_file, 1, *common, "training.micro_batch_size=12")
-    check_that_it_has_learnt(run_file, reference, *common)
+    check_that_it_has_learned(run_file, reference, *common)
     for world_size, micro in splits:
         size = f"training.micro_batch_size={micro}"
         run_dir = train(run_file, world_size, *common, size, resume="no")

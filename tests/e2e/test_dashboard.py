@@ -27,8 +27,8 @@ from tests.made_watch import MadeWatch, made, other, running, served
 HOSTILE = "</script><img src=x onerror=document.title='broken'>\u2028\"'`${1}<!--"
 # The ratio of each text to what is behind it, of all that is in sight (WCAG 2, 1.4.3).
 CONTRAST = """(() => {
-  const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
-  const light = (colour) => numbers(colour).slice(0, 3).map((c) => c / 255)
+  const numbers = (color) => color.match(/[\\d.]+/g).map(Number);
+  const light = (color) => numbers(color).slice(0, 3).map((c) => c / 255)
     .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
     .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
   const ground = (element) => {

@@ -82,13 +82,13 @@ def test_a_slurm_job(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flavour", "file", "fails"),
+    ("flavor", "file", "fails"),
     [("torque", "cluster_train.pbs", ""), ("openpbs", "cluster_train_openpbs.pbs", "1")],
 )
-def test_a_pbs_job(lab: Lab, flavour: str, file: str, fails: str) -> None:
+def test_a_pbs_job(lab: Lab, flavor: str, file: str, fails: str) -> None:
     """Also with four lines of the node file for each host, every node is called once, by its
     number; and the exit code of one that fails is the job's."""
-    folder = copy(lab.shared / f"pbs-{flavour}")
+    folder = copy(lab.shared / f"pbs-{flavor}")
     (folder / "cluster_train.sh").write_text(WORDS)
     # The stand-in's nodes have two GPUs.
     (folder / file).write_text((folder / file).read_text().replace("gpus=4", "gpus=2"))
@@ -98,7 +98,7 @@ def test_a_pbs_job(lab: Lab, flavour: str, file: str, fails: str) -> None:
         found = re.search(r"xit_status = (\S+)", sh(lab, "ctl", f"qstat -x -f {job}"))
         return found[1] if found else ""
 
-    with pbs(lab, NODES, flavour):
+    with pbs(lab, NODES, flavor):
         line = f"cd /shared/{folder.name} && FAILS={fails} BACKEND=gloo qsub {file}"
         job = sh(lab, "ctl", line).strip()
         code = until(lambda: code_of(job), "the job ends")

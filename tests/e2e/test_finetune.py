@@ -97,7 +97,7 @@ def assert_evaluates_as_it_trained(folder: Path, name: str) -> None:
 
 @pytest.mark.long
 def test_full_fine_tuning_of_a_chat_model(workshop: Path) -> None:
-    """It starts from what its base has learnt, the wrong answers, and not from chance."""
+    """It starts from what its base has learned, the wrong answers, and not from chance."""
     base, tuned = run_of(workshop, "base"), run_of(workshop, "full")
     assert answers_of(base.model) == OTHERS
     train(workshop, "full", "chat", "data.validation_fraction=0.2")

@@ -35,7 +35,7 @@ def blob_id(content: bytes) -> str:
 
 
 class FakeHub:
-    """A stand-in for the Hugging Face hub on loopback: what an upload asks of it, and no more.
+    """A stand-in for the Hugging Face Hub on loopback: what an upload asks of it, and no more.
 
     The endpoints are those that huggingface_hub calls without Xet; objects are kept in memory. Its
     address is `url`, for HF_ENDPOINT; `files` and `repos` are what has arrived.
@@ -176,7 +176,7 @@ def test_a_model_arrives_whole_and_an_upload_that_fails_loses_nothing(run_file, 
     assert "model.safetensors.index.json" in arrived
     assert b'folder = "me/tiny"' in arrived["README.md"]
     assert hub.messages == ["tiny-1, step 20"]
-    assert (read_record(run_dir.summary) or {})["hub"]["url"].endswith("/me/tiny")
+    assert (read_record(run_dir.summary) or {})["huggingface"]["url"].endswith("/me/tiny")
 
     # With checkpoints, a token that has run out is no reason not to go on.
     longer = (*PUSH, "training.max_steps=22", "--resume", str(run_dir.path))
@@ -185,7 +185,7 @@ def test_a_model_arrives_whole_and_an_upload_that_fails_loses_nothing(run_file, 
     assert "step 22/22" in went_on and "is finished" in went_on
     repeat = "isles checkpoint export tiny-1 --push-to-hub me/tiny"
     assert went_on.count(repeat) == 1
-    assert (read_record(run_dir.summary) or {})["hub"]["error"]
+    assert (read_record(run_dir.summary) or {})["huggingface"]["error"]
     assert (run_dir.model / "model.safetensors").is_file()
 
     wrong = ("checkpoint", "export", "tiny", "--push-to-hub", "http://hf.co/me")
@@ -214,7 +214,7 @@ REFUSED = [
 LET_IN = [("me/x", TOKEN), ("Lab/x", TOKEN), ("lab/x", "hf_fine")]
 _ASK = """
 import os, sys
-from isles.checkpoint.hub import check_push
+from isles.checkpoint.upload import check_push
 from isles.errors import UserError
 for line in sys.stdin:
     repo, os.environ["HF_TOKEN"], limit = line.split()

@@ -165,10 +165,10 @@ def test_a_start_that_cannot_be_says_why_and_leaves_nothing(lab: Lab) -> None:
     # Refused half-way: the owner is there, and what it needs is not.
     refused = lab.shared / ".kube/refused"
     refused.write_text("Secret")
-    for flavour in ("job", "trainjob"):
-        prepare(lab, "never", launcher={"flavour": flavour, "keep_job": "1h"})
+    for flavor in ("job", "trainjob"):
+        prepare(lab, "never", launcher={"flavor": flavor, "keep_job": "1h"})
         text = isles(lab, "train", "never.yaml", expected=ExitCode.USER)
-        assert "exceeded quota" in text and f"deleting {flavour}" in text, text
+        assert "exceeded quota" in text and f"deleting {flavor}" in text, text
         assert_gone(lab)
     refused.unlink()
     # Interrupted, and an error that only the first pod can find.
@@ -186,13 +186,13 @@ def test_a_start_that_cannot_be_says_why_and_leaves_nothing(lab: Lab) -> None:
 
 
 @pytest.mark.long
-def test_other_flavours_run_the_same_pods(lab: Lab) -> None:
-    for flavour, keep in (("jobset", "30s"), ("trainjob", "1h")):
-        launcher = {"flavour": flavour, "keep_job": keep}
-        run_dir = prepare(lab, flavour, launcher=launcher, training={"max_steps": 3})
-        text = isles(lab, "train", f"{flavour}.yaml")
+def test_other_flavors_run_the_same_pods(lab: Lab) -> None:
+    for flavor, keep in (("jobset", "30s"), ("trainjob", "1h")):
+        launcher = {"flavor": flavor, "keep_job": keep}
+        run_dir = prepare(lab, flavor, launcher=launcher, training={"max_steps": 3})
+        text = isles(lab, "train", f"{flavor}.yaml")
         assert outcome_of(run_dir.attempt(1))["state"] == "finished"
-        assert f"made {flavour} isles-{flavour}-" in text and "2 of 2 pods run" in text, text
-        if flavour == "trainjob":  # Kubernetes keeps it
-            isles(lab, "stop", flavour)
+        assert f"made {flavor} isles-{flavor}-" in text and "2 of 2 pods run" in text, text
+        if flavor == "trainjob":  # Kubernetes keeps it
+            isles(lab, "stop", flavor)
         assert_gone(lab)

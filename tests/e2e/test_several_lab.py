@@ -144,7 +144,7 @@ def test_a_laptop_and_two_queues_behind_a_login_node_train_one_model(lab: Lab) -
     clusters = [
         {"name": "laptop"},
         {"name": "campus", "launcher": slurm_job, "workdir": "/shared/campus"},
-        {"name": "centre", "launcher": {"kind": "pbs", **login}, "workdir": "/shared/centre"},
+        {"name": "center", "launcher": {"kind": "pbs", **login}, "workdir": "/shared/center"},
     ]
     write_run(
         lab,
@@ -158,7 +158,7 @@ def test_a_laptop_and_two_queues_behind_a_login_node_train_one_model(lab: Lab) -
         outer={"kind": "diloco", "sync_every": 10, "deadline": "200s", "min_clusters": 3},
         clusters=[{**cluster, **SHAPE, "gpus_per_node": 1} for cluster in clusters],
     )
-    sh(lab, "ctl", "mkdir -p /root/home /shared/campus /shared/centre")
+    sh(lab, "ctl", "mkdir -p /root/home /shared/campus /shared/center")
     sh(lab, "ctl", "mv /shared/trio.yaml /root/home")
 
     def typed(*words: str) -> str:
@@ -172,10 +172,10 @@ def test_a_laptop_and_two_queues_behind_a_login_node_train_one_model(lab: Lab) -
     runs = {
         "laptop": RunDir(lab.root("ctl") / "root/home/runs/trio-laptop-1"),
         "campus": RunDir(lab.shared / "campus/runs/trio-campus-1"),
-        "centre": RunDir(lab.shared / "centre/runs/trio-centre-1"),
+        "center": RunDir(lab.shared / "center/runs/trio-center-1"),
     }
-    laptop.until(lambda: runs["campus"].last_attempt() and runs["centre"].last_attempt())
-    for words in (("campus", "slurm"), ("centre", "pbs")):
+    laptop.until(lambda: runs["campus"].last_attempt() and runs["center"].last_attempt())
+    for words in (("campus", "slurm"), ("center", "pbs")):
         assert has_row(typed("status", "trio"), *words)
     assert laptop.end() == 0, laptop.text
     assert "trio-1 is finished" in laptop.text

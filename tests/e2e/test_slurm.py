@@ -187,7 +187,7 @@ def test_preemption_changes_nothing(lab: Lab, whole: RunDir) -> None:
 
 
 @pytest.mark.long
-def test_a_lost_node_is_done_without_and_a_cancelled_job_saves(lab: Lab) -> None:
+def test_a_lost_node_is_done_without_and_a_canceled_job_saves(lab: Lab) -> None:
     """`scancel` queues nothing again; `isles train` goes on, and `isles stop` stops it."""
     shape: dict[str, Any] = {"nodes": "1:2", "training": {"max_steps": 100_000}}
     run_dir, attempt, job_id = start(lab, "elastic", **shape)

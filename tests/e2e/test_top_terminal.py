@@ -56,11 +56,11 @@ def test_it_moves_and_fits_every_window(tmp_path: Path) -> None:
         terminal.until("step 1", "q quit", gone="too small")
         terminal.resize(110, 30)
         terminal.until(*TABLES, gone="hub hub.example.org:7777\n")
-        assert re.search(r"\x1b\[[0-9;]*3[1-6]", terminal.screen(styles=True)), "coloured"
+        assert re.search(r"\x1b\[[0-9;]*3[1-6]", terminal.screen(styles=True)), "colored"
     with top(tmp_path, NO_COLOR="1") as terminal:
         terminal.until("straggler", "dead")
         plain = terminal.screen(styles=True)
-        assert not re.search(r"\x1b\[([0-9]+;)*[34][0-8](;|m)", plain), "no colour"
+        assert not re.search(r"\x1b\[([0-9]+;)*[34][0-8](;|m)", plain), "no color"
         assert "\x1b[7m" in plain, "the chosen row is reversed"
 
 

@@ -226,7 +226,7 @@ def test_max_time_saves_and_asks_to_be_started_again_or_is_the_length(run_file: 
 
 @pytest.mark.long
 def test_errors_of_the_data_reach_the_user_and_are_not_tried_again(run_file: Path) -> None:
-    (run_file.parent / "words.jsonl").write_text(json.dumps({"txet": "misspelt"}) + "\n")
+    (run_file.parent / "words.jsonl").write_text(json.dumps({"txet": "misspelled"}) + "\n")
     command = isles("train", str(run_file), cwd=run_file.parent, expected=ExitCode.USER)
     assert "words.jsonl:1" in command.err and "txet" in command.err
     assert "Traceback" not in command.text

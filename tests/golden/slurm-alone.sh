@@ -79,12 +79,12 @@ srun --export=ALL --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=28 \
 ranks=$!
 
 # Slurm signals this script before the time limit: the ranks save, and torchrun gives them 30 s.
-again='' signalled=''
-trap 'again=yes signalled=yes; scancel --signal=TERM "$SLURM_JOB_ID".0' USR1
+again='' signaled=''
+trap 'again=yes signaled=yes; scancel --signal=TERM "$SLURM_JOB_ID".0' USR1
 wait "$ranks"
 status=$?
-while [ -n "$signalled" ]; do # a signal ends bash's wait, not the ranks
-  signalled=''
+while [ -n "$signaled" ]; do # a signal ends bash's wait, not the ranks
+  signaled=''
   wait "$ranks" 2>/dev/null
   later=$?
   [ "$later" -eq 127 ] || status=$later # 127: that was their own

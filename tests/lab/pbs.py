@@ -20,21 +20,21 @@ _PROGRAMS = Path(__file__).parent / "pbs"
 
 
 @contextmanager
-def pbs(lab: Lab, nodes: tuple[str, ...], flavour: str = "openpbs") -> Iterator[None]:
+def pbs(lab: Lab, nodes: tuple[str, ...], flavor: str = "openpbs") -> Iterator[None]:
     """The stand-in, for as long as the block lasts.
 
     Args:
         lab: hosts that are up.
         nodes: those that run jobs.
-        flavour: openpbs or torque.
+        flavor: openpbs or torque.
     """
-    folder = f"/shared/.pbs-{flavour}"
-    (lab.shared / f".pbs-{flavour}").mkdir()
+    folder = f"/shared/.pbs-{flavor}"
+    (lab.shared / f".pbs-{flavor}").mkdir()
     commands = shlex.join([sys.executable, f"{_PROGRAMS}/commands.py", folder])
     line = f'exec {commands} "$(basename "$0")" "$@"'
     for host in ("ctl", *nodes):
         install(lab, host, "qsub qstat qdel pbsdsh", line)
-    command = [sys.executable, f"{_PROGRAMS}/server.py", folder, flavour, *nodes]
+    command = [sys.executable, f"{_PROGRAMS}/server.py", folder, flavor, *nodes]
     server = lab.popen("ctl", command, stdin=subprocess.PIPE)
     try:
         assert server.stdout is not None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from isles.agent.workers import Ranks
+from isles.agent.workers import RankProcesses
 from isles.errors import ExitCode
 from isles.run.live import Tell
 from tests.deadline import DEADLINE_S, until
@@ -30,7 +30,7 @@ def be_deaf(mark: Path) -> int:
 def test_a_rank_that_does_not_end_is_killed(tmp_path: Path) -> None:
     forkserver.set_forkserver_preload([])
     mark = tmp_path / "deaf"
-    ranks = Ranks("tests.unit.test_agent_workers:be_deaf", {0: ({}, (mark,))})
+    ranks = RankProcesses("tests.unit.test_agent_workers:be_deaf", {0: ({}, (mark,))})
     until(mark.exists)
     ranks.end(signal.SIGTERM, 0.2)
     assert ranks.look() == ({}, {0: -9}), "the number of its signal"
@@ -48,7 +48,7 @@ def talk(mark: Path, tell: Tell) -> int:
 def test_a_rank_tells_where_it_is_and_never_waits_for_the_agent(tmp_path: Path) -> None:
     forkserver.set_forkserver_preload([])
     mark = tmp_path / "done"
-    ranks = Ranks("tests.unit.test_agent_workers:talk", {3: ({}, (mark,))}, hears=True)
+    ranks = RankProcesses("tests.unit.test_agent_workers:talk", {3: ({}, (mark,))}, hears=True)
     try:
         until(mark.exists)
         assert ranks.seen[3]["alive"] and "step" not in ranks.seen[3], "nobody has read yet"
@@ -83,12 +83,12 @@ def touch(path: Path, _: object) -> int:
 AGENT = """
 import multiprocessing, signal, sys
 from pathlib import Path
-from isles.agent.workers import Ranks
+from isles.agent.workers import RankProcesses
 from tests.unit.test_agent_workers import Held
 multiprocessing.set_forkserver_preload(["isles.train.preload"])
 folder = Path(sys.argv[1])
 args = (folder / "ran", Held(folder))
-ranks = Ranks("tests.unit.test_agent_workers:touch", {0: ({}, args)})
+ranks = RankProcesses("tests.unit.test_agent_workers:touch", {0: ({}, args)})
 signal.pause()
 """
 

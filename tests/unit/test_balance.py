@@ -18,7 +18,14 @@ from torch import nn
 from isles.balance.balancer import Balancer
 from isles.balance.curve import Curve, rank_seconds, step_seconds
 from isles.balance.measure import ComputeMeter, Probe, calibrate, rows_that_fit
-from isles.balance.revise import Allocation, Device, History, choose, next_allocation, revise
+from isles.balance.revise import (
+    Allocation,
+    RankDevice,
+    SplitHistory,
+    choose,
+    next_allocation,
+    revise,
+)
 from isles.balance.solve import fastest_split
 from isles.config.load import load_run_file
 from isles.config.sections.run import RunConfig
@@ -79,13 +86,13 @@ def seconds_of(now: Allocation, *slower: float) -> list[list[float]]:
 
 def allocated(curves: Sequence[Curve], split: RowSplit, hosts: str) -> Allocation:
     """Of ranks on hosts of these letters, each of one kind of device."""
-    devices = tuple(Device(host, "gpu", rank) for rank, host in enumerate(hosts))
+    devices = tuple(RankDevice(host, "gpu", rank) for rank, host in enumerate(hosts))
     return Allocation(0, split, 4, "ddp", devices, tuple(curves), is_timed=True)
 
 
 def test_a_split_that_does_not_bring_what_it_promised_is_taken_back():
     first = allocated(even_curves(1.0, 1.0), even_split(24, 2, 4, in_step=False), "aa")
-    history = History().add(first)
+    history = SplitHistory().add(first)
     slow, _ = next_allocation(history, 10, seconds_of(first, 1, 2))
     assert slow.split.rows == (16, 8)
     history = history.add(slow)
@@ -122,14 +129,16 @@ def test_rows_are_split_anew_only_where_it_pays_and_come_back_to_a_rank_that_rec
 def test_steps_that_are_done_again_have_the_rows_that_they_had(tmp_path):
     first = allocated(even_curves(1.0, 1.0), even_split(24, 2, 4, in_step=False), "aa")
     slow = replace(first, split=RowSplit((16, 8), (4, 4), in_step=False), after_step=10)
-    history = History().add(first).add(slow).decided(50)
+    history = SplitHistory().add(first).add(slow).decided(50)
     file = tmp_path / "balance.json"
     history.write(file)
-    assert History.load(file, None) == history
-    assert History.load(tmp_path / "none", json.loads(json.dumps(history.record()))) == history
-    assert History.load(tmp_path / "none", {"devices": []}) == History(), "of another version"
+    assert SplitHistory.load(file, None) == history
+    assert SplitHistory.load(tmp_path / "none", json.loads(json.dumps(history.record()))) == history
+    assert SplitHistory.load(tmp_path / "none", {"devices": []}) == SplitHistory(), (
+        "of another version"
+    )
     # A start after step 4 knows what an earlier one has decided up to step 50.
-    begins = History.load(file, None).going_on_after(4, lambda known: True)
+    begins = SplitHistory.load(file, None).going_on_after(4, lambda known: True)
     assert begins == history
     current = begins.at(4)
     # Of no world: nothing is asked of other ranks while nothing is to be decided.
@@ -142,7 +151,7 @@ def test_steps_that_are_done_again_have_the_rows_that_they_had(tmp_path):
     assert history.add(other).decided_to == 30
     assert history.going_on_after(4, lambda known: known.after_step > 0) is None
     until = history.add(other).going_on_after(4, lambda known: known.after_step < 30)
-    assert until == History(history.allocations, 29)
+    assert until == SplitHistory(history.allocations, 29)
 
 
 def probe_of(config: RunConfig, num_layers: int) -> Any:

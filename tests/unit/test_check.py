@@ -20,7 +20,7 @@ from isles.check.checks.network import bucket_finding, dial, dial_bucket, hub_fi
 from isles.check.checks.ranks import reduce_findings, torch_findings
 from isles.check.checks.versions import compare_versions
 from isles.check.finding import IDS, Finding, exit_code, record, report_lines
-from isles.check.plan import Extent, NodePlan, RunFacts, error_finding
+from isles.check.plan import CheckedRun, Extent, NodePlan, error_finding
 from isles.check.scheduler import queue_findings
 from isles.check.verb import joined, run_check
 from isles.config.load import load_run_file
@@ -162,14 +162,16 @@ def test_a_mount_that_one_host_lacks() -> None:
 
 
 def test_what_hosts_agree_on_is_said_once() -> None:
-    found = [Finding("hub.access", "ok", name, "model o/m can be read", "ok") for name in "ab"]
-    other = Finding("hub.access", "error", "c", "cannot reach Hugging Face for model o/m")
+    found = [
+        Finding("huggingface.access", "ok", name, "model o/m can be read", "ok") for name in "ab"
+    ]
+    other = Finding("huggingface.access", "error", "c", "cannot reach Hugging Face for model o/m")
     assert joined([found[0], other, found[1]]) == [replace(found[0], where="a, b"), other]
 
 
 def test_links_against_what_a_step_sends(run_file: Path) -> None:
     loaded = load_run_file(run_file)
-    sent = replace(RunFacts.of(loaded), model=Architecture.opaque(7_000_000_000)).gradient_bytes()
+    sent = replace(CheckedRun.of(loaded), model=Architecture.opaque(7_000_000_000)).gradient_bytes()
     rates = {("a", "b"): 117e6, ("b", "a"): 117e6}
     (found, _) = bad(bandwidth_findings(rates, sent, 2))
     assert "4m 0" in found.text or "3m 5" in found.text  # 28 GB over a gigabit

@@ -26,12 +26,12 @@ import pytest
 from isles.check import step
 from isles.check.checks.files import files, probe_read, probe_remove, probe_write
 from isles.check.checks.gpus import gpus
-from isles.check.checks.links import Link, Listener, bandwidth, link_findings, reach
+from isles.check.checks.links import LinkMeasurement, Listener, bandwidth, link_findings, reach
 from isles.check.checks.machine import machine
 from isles.check.checks.network import interfaces
 from isles.check.checks.topology import topology
 from isles.check.finding import Finding
-from isles.check.plan import Extent, Hosts, NodePlan, RunFacts
+from isles.check.plan import CheckedRun, Extent, Hosts, NodePlan
 from isles.cli import main
 from isles.config.load import load_run_file
 from isles.config.sections.cluster import ClusterConfig
@@ -213,14 +213,14 @@ def test_ports_over_the_loopback() -> None:
         peer = {"name": "b", "address": "127.0.0.1", "ports": ports}
         shut = {**ports, "any": closed.getsockname()[1]}
         answer = reach([peer, {**peer, "name": "c", "ports": shut}], timeout_s=3)
-    links = {name: Link(**link) for name, link in json.loads(json.dumps(answer)).items()}
+    links = {name: LinkMeasurement(**link) for name, link in json.loads(json.dumps(answer)).items()}
     assert links["b"].is_open and 0 < links["b"].rtt_s < 1
     assert links["b"].lost == 0 < links["b"].sent
     assert (links["c"].run, links["c"].free) == ("ok", "refused")
-    hosts = Hosts([], RunFacts(ClusterConfig(), "."), Extent(), print)
+    hosts = Hosts([], CheckedRun(ClusterConfig(), "."), Extent(), print)
     hosts.facts = {name: {"firewalls": ["nft", "iptables"]} for name in "abc"}
     hosts.reach = {name: Reach("10.0.0.1", None, IPv4Network("10.0.0.0/8")) for name in "abc"}
-    back = {"a": Link("ok", "ok")}
+    back = {"a": LinkMeasurement("ok", "ok")}
     bad, well, *_ = link_findings(hosts, {"a": links, "c": back}, dict.fromkeys("abc", shut))
     assert (bad.id, bad.where, bad.measured) == ("net.connect", "a -> c", "refused")
     assert "one open port is not enough" in bad.text and "the firewall of c" in bad.text
@@ -282,7 +282,7 @@ def test_a_probe_shows_who_sees_the_folder_and_goes_again(tmp_path: Path) -> Non
 def test_space_for_the_checkpoints_of_the_run(
     run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = RunFacts.of(load_run_file(run_file, ["checkpoint.keep=2"]))
+    run = CheckedRun.of(load_run_file(run_file, ["checkpoint.keep=2"]))
     assert run.model is not None
     # fp32 weights and two states of adamw, for two checkpoints and one on its way.
     assert run.plan("a", {"a": 1}, "cpu").kept_bytes == run.model.params * 12 * 3
@@ -317,7 +317,7 @@ def test_a_folder_that_refuses(number: int, words: str, *, tmp_path, monkeypatch
 
 def test_data_that_only_the_first_host_needs(run_file: Path, tmp_path: Path) -> None:
     names = ["model.name_or_path=./none", f"data.sources=[{{path: {tmp_path}/none.jsonl}}]"]
-    run = RunFacts.of(load_run_file(run_file, names))
+    run = CheckedRun.of(load_run_file(run_file, names))
     plans = [run.plan(name, {"a": 1, "b": 1}, "cpu") for name in "ab"]
     sent = [NodePlan(**json.loads(json.dumps(asdict(plan)))) for plan in plans]
     absent = [f for plan in sent for f in files(plan) if f.id in ("files.data", "files.model")]
@@ -330,14 +330,14 @@ def test_data_that_only_the_first_host_needs(run_file: Path, tmp_path: Path) -> 
 _GONE = "http://127.0.0.1:9"
 _ASK = """\
 import json
-from isles.check.checks.files import hub
+from isles.check.checks.files import huggingface
 from isles.check.plan import NodePlan
-found = hub(NodePlan("a", repos=[("model", n) for n in ("o/open", "o/gated", "o/none")]))
+found = huggingface(NodePlan("a", repos=[("model", n) for n in ("o/open", "o/gated", "o/none")]))
 print(json.dumps([(f.id, f.level, f.measured, f.fix) for f in found]))
 """
 
 
-def test_the_hub_and_its_licences(tmp_path: Path) -> None:
+def test_hugging_face_and_its_licenses(tmp_path: Path) -> None:
     def ask(endpoint: str, offline: str) -> list[list[str]]:
         # A process of its own: the library reads these once, when it is imported.
         own = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": offline}
@@ -345,17 +345,19 @@ def test_the_hub_and_its_licences(tmp_path: Path) -> None:
         return json.loads(done.stdout)
 
     with model_hub() as (url, _):
-        well, licence, missing = ask(url, "0")
-    assert well == ["hub.access", "ok", "ok", ""]
-    assert licence[:3] == ["hub.licence", "error", "licence"]
-    assert "https://huggingface.co/o/gated" in licence[3]
-    assert missing[:3] == ["hub.access", "error", "missing"] and "hf auth login" in missing[3]
+        well, license, missing = ask(url, "0")
+    assert well == ["huggingface.access", "ok", "ok", ""]
+    assert license[:3] == ["huggingface.license", "error", "license"]
+    assert "https://huggingface.co/o/gated" in license[3]
+    assert (
+        missing[:3] == ["huggingface.access", "error", "missing"] and "hf auth login" in missing[3]
+    )
     (tmp_path / "hub" / "models--o--open" / "snapshots" / "a").mkdir(parents=True)
     ways = (("0", "unreachable", "HTTPS_PROXY"), ("1", "offline", "HF_HUB_OFFLINE"))
     for offline, state, words in ways:
         cached, *others = ask(_GONE, offline)
-        assert cached == ["hub.access", "ok", "cached", ""]
-        assert [other[:3] for other in others] == [["hub.access", "error", state]] * 2
+        assert cached == ["huggingface.access", "ok", "cached", ""]
+        assert [other[:3] for other in others] == [["huggingface.access", "error", state]] * 2
         assert all(words in other[3] for other in others)
 
 

@@ -49,7 +49,7 @@ def test_all_tensors_of_an_index_share_one_limit_of_work():
         read(list(range(36, 46)))
 
 
-def test_any_file_of_a_checkpoint_and_of_an_export_has_the_permissions_of_its_neighbours(
+def test_any_file_of_a_checkpoint_and_of_an_export_has_the_permissions_of_its_neighbors(
     tmp_path: Path,
 ):
     (tmp_path / "other").write_text("")

@@ -75,6 +75,15 @@ def test_each_fault_names_its_place_value_and_fix(line, text, key, what, fix, *,
     assert what in said and fix in how
 
 
+def test_a_renamed_key_is_refused_with_its_new_name(tmp_path: Path) -> None:
+    launcher = "clusters.0.launcher"
+    in_file = f"clusters: [{{launcher: {{kind: kubernetes, flavour: job}}}}]\n{GOOD}"
+    typed = (f"{launcher}.kind=kubernetes", f"{launcher}.flavour=job")
+    for found in (issues(tmp_path, in_file), issues(tmp_path, GOOD, *typed)):
+        (line,) = (line for line in found if "unknown key" in line)
+        assert line.endswith(' key flavour (value "job") | flavour is called flavor')
+
+
 def test_all_faults_are_reported_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
     text = (
         "lr: 1\nmodel: {name_or_path: llama-2m, init: maybe, init: scratch}\n"

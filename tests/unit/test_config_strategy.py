@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from isles.config.auto import Machine, choose_strategy, describe
+from isles.config.auto import Resources, choose_strategy, describe
 from isles.config.files import data_issues, shape_issues
 from isles.config.load import load_run_file
 from isles.config.resolve import resolve
@@ -19,7 +19,7 @@ from isles.facts import models
 from isles.facts.memory.architecture import Architecture
 from isles.launch.base import resolve_here
 from isles.models.attention import check_attention
-from isles.run.env import hub_cache
+from isles.run.env import huggingface_cache
 from tests.each import each
 from tests.run_files import load
 
@@ -144,7 +144,7 @@ SHAPES["70b"] = SHAPES["8b"] | LARGE | {"num_attention_heads": 64}
 def test_the_choice_and_its_reason(size, ranks, per_node, gib, link, chosen, why, *, tmp_path):
     more = ("data.seq_length=2048", "training.gradient_checkpointing=full")
     config = load(tmp_path, GOOD, *more).config
-    machine = Machine(ranks, per_node, gib * 2**30, link)
+    machine = Resources(ranks, per_node, gib * 2**30, link)
     strategy, reason = choose_strategy(Architecture.of(SHAPES[size]), config, machine)
     assert describe(strategy).split()[-1] == chosen
     assert why in reason and "\n" not in reason
@@ -199,15 +199,19 @@ def test_the_shape_is_found_wherever_it_lies(here: Path, monkeypatch: pytest.Mon
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     for name in (here / "base", here / "base" / "config.json", "me/mine"):
         loaded = load(here, GOOD, f"model.name_or_path={name}", "tokenizer.name_or_path=x")
-        (issue,) = shape_issues(loaded, hub_cache())
+        (issue,) = shape_issues(loaded, huggingface_cache())
         assert "longer than the model's max_position_embeddings, 8" in issue.what
         assert issue.where == "command line model.name_or_path"
     (here / "base" / "config.json").write_text("[")
-    (issue,) = shape_issues(load(here, GOOD, f"model.name_or_path={here}/base"), hub_cache())
+    (issue,) = shape_issues(
+        load(here, GOOD, f"model.name_or_path={here}/base"), huggingface_cache()
+    )
     assert "cannot use" in issue.what and issue.where == f"{here}/base/config.json"
     # If it is not here, the ranks look for it again.
     for name in ("me/other", "nothing", str(here)):
-        assert shape_issues(load(here, GOOD, f"model.name_or_path={name}"), hub_cache()) == []
+        assert (
+            shape_issues(load(here, GOOD, f"model.name_or_path={name}"), huggingface_cache()) == []
+        )
 
 
 def test_all_that_is_known_before_the_start_is_told_at_once(here: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from isles.config.sections.data import DataConfig, SourceConfig
 from isles.data.mix import documents_for_tokenizer
 from isles.data.sources import read
-from isles.data.sources.find import HubStream, open_hub, open_source
+from isles.data.sources.find import HuggingFaceStream, open_huggingface, open_source
 from isles.data.sources.parse import TextParser, make_parser
 from isles.data.sources.read import file_chunks
 from isles.data.sources.rows import PLAIN, Chunk, Row
@@ -130,14 +130,14 @@ def test_hub_datasets_and_an_id_that_cannot_be_reached(tmp_path, monkeypatch):
     write_parquet(tmp_path / "repo/data/train-0.parquet", {"text": ["a", "b"]})
     write_parquet(tmp_path / "repo/data/test-0.parquet", {"text": ["c"]})
     repo = str(tmp_path / "repo")
-    train, test = open_hub(repo, None, "train"), open_hub(repo, None, "test")
+    train, test = open_huggingface(repo, None, "train"), open_huggingface(repo, None, "test")
     for source, texts in ((train, ["a", "b"]), (test, ["c"])):
         assert texts_of(source.chunks(COLUMNS)) == texts
-    assert test.identity() == open_hub(repo, None, "test").identity() != train.identity()
+    assert test.identity() == open_huggingface(repo, None, "test").identity() != train.identity()
     with pytest.raises(DataError, match=r"\['test', 'train'\]|\['train', 'test'\]"):
-        open_hub(repo, None, "validation")
+        open_huggingface(repo, None, "validation")
     with pytest.raises(DataError, match="no-such-subset"):
-        open_hub(repo, "no-such-subset", "train")
+        open_huggingface(repo, "no-such-subset", "train")
     monkeypatch.chdir(tmp_path)
     error = error_of("no-such-owner/no-such-data")
     assert error.what.startswith("cannot be loaded") and error.where == "no-such-owner/no-such-data"
@@ -211,7 +211,7 @@ def test_hub_datasets_are_read_on_from_the_librarys_state(tmp_path):
     names = [str(write_rows(tmp_path / f"{n}.jsonl", part)) for n, part in enumerate(parts)]
     cache = str(tmp_path / "cache")
     builder = datasets.load_dataset_builder("json", data_files=names, cache_dir=cache)
-    source = HubStream("three files", builder, "train")
+    source = HuggingFaceStream("three files", builder, "train")
     assert_read_on(partial(source.chunks, COLUMNS), TEXTS)
 
 

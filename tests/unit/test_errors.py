@@ -117,6 +117,14 @@ def test_explain_prints_the_paragraph(id: str, *, capsys):
     assert "](" not in out and "**" not in out
 
 
+def test_explain_answers_an_old_id_with_the_new_name(capsys):
+    for old, new in page.RENAMED.items():
+        assert main(["explain", old]) == ExitCode.OK
+        first, *body = capsys.readouterr().out.splitlines()
+        assert first == f"{old} is called {new}" and f"`{new}`" in body[1]
+        assert old not in page.by_id()
+
+
 def test_explain_lists_every_id_once_and_knows_exit_codes(capsys):
     assert main(["explain"]) == ExitCode.OK
     lines = capsys.readouterr().out.splitlines()

@@ -26,7 +26,7 @@ HERE = "/ip4/127.0.0.1/tcp/30001/p2p/QmXyz"
 HV = f"--hv.initial-peers {PEER}"
 
 
-# As torchrun does it: a file of the example finds its neighbours by name.
+# As torchrun does it: a file of the example finds its neighbors by name.
 sys.path.append(str(EXAMPLE))
 flags = importlib.import_module("multicluster_flags")
 example = importlib.import_module("train_fsdp")

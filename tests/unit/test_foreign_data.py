@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import pytest
 
 from isles.config.sections.data import SourceConfig
-from isles.data.sources.find import HubStream, open_hub, open_source
+from isles.data.sources.find import HuggingFaceStream, open_huggingface, open_source
 from isles.data.sources.parse import make_parser
 from isles.data.sources.rows import Row
 from isles.errors import DataError, UserError
@@ -113,8 +113,8 @@ def test_nothing_is_opened_because_a_row_names_it(tmp_path, opened_files, monkey
         for opened in (
             open_source(SourceConfig(path=str(tmp_path / "saved"))),
             open_source(SourceConfig(path=str(parquet))),
-            open_hub(str(tmp_path / "repo"), None, "train"),
-            HubStream("repo", builder, "train"),
+            open_huggingface(str(tmp_path / "repo"), None, "train"),
+            HuggingFaceStream("repo", builder, "train"),
         ):
             [row, _] = list(opened.rows(parser))
             assert isinstance(row, Row) and str(bait) in str(row.columns[name]), (opened, row)
@@ -132,7 +132,7 @@ def test_a_readme_names_no_file_outside_its_dataset(tmp_path, monkeypatch):
     front = f"configs:\n- config_name: default\n  data_files: {tmp_path}/secret.txt\n"
     (repo / "README.md").write_text(f"---\n{front}---\n")
     with pytest.raises(DataError, match="not in the dataset"):
-        open_hub(str(repo), None, "train")
+        open_huggingface(str(repo), None, "train")
 
 
 def state(**changes: Any) -> Callable[[Path], object]:

@@ -21,7 +21,7 @@ from isles.config.endings import ending_of
 from isles.config.sections.data import SourceConfig
 from isles.data.sources import arrow as arrow_files
 from isles.data.sources import files, read
-from isles.data.sources.find import HubStream, open_source
+from isles.data.sources.find import HuggingFaceStream, open_source
 from isles.data.sources.parse import make_parser
 from isles.data.sources.rows import Chat, Item, Row
 from isles.errors import DataError
@@ -257,7 +257,7 @@ def test_nulls_that_a_table_invents_are_no_part_of_a_row(tmp_path, monkeypatch):
     files = {"train": str(tmp_path / "a.parquet")}
     builder = datasets.load_dataset_builder("parquet", data_files=files)
     parser = make_parser(SourceConfig(path="x", type="chat"))
-    rows = HubStream("three rows", builder, "train").rows(parser)
+    rows = HuggingFaceStream("three rows", builder, "train").rows(parser)
     assert [parser.parse(row) for row in rows if isinstance(row, Row)] == want
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch._C._distributed_c10d import HashStore
 
 from isles.run.env import RankEnv
-from isles.run.hang import Position, find_hang
+from isles.run.hang import RankPosition, find_hang
 from isles.run.live import ask_for_stacks
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record
@@ -22,10 +22,10 @@ from isles.train.record import Recorder
 from tests.each import each
 from tests.run_files import load
 
-LOADS = Position(7, "data loading", "at my.py:88 read()")
-SPINS = Position(7, "forward and backward", "at my.py:3 spin()")
-WAITS = Position(7, "forward and backward", "at x.py:1 f()", "the backward pass")
-AHEAD = Position(8, "agreeing", "at loop.py:1 train()", "self._work.wait()")
+LOADS = RankPosition(7, "data loading", "at my.py:88 read()")
+SPINS = RankPosition(7, "forward and backward", "at my.py:3 spin()")
+WAITS = RankPosition(7, "forward and backward", "at x.py:1 f()", "the backward pass")
+AHEAD = RankPosition(8, "agreeing", "at loop.py:1 train()", "self._work.wait()")
 """On GPUs others may be a step ahead, and wait there."""
 
 

@@ -1,4 +1,4 @@
-"""What `launcher: kubernetes` makes: valid by the published schemas in every flavour, with the
+"""What `launcher: kubernetes` makes: valid by the published schemas in every flavor, with the
 rules by which pods come again; what is refused, in words."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import yaml
 from isles.errors import ConfigErrors, PreflightError, UserError
 from isles.launch.base import StartOptions
 from isles.launch.kubernetes.kubectl import Kubectl
-from isles.launch.kubernetes.manifest import FILES, SECRET, Manifest, job_name
+from isles.launch.kubernetes.manifest import FILES, SECRET, KubernetesManifest, job_name
 from isles.launch.kubernetes.start import resolve_pods, start_kubernetes
 from isles.launch.render import render
 from tests.deadline import run_program
@@ -51,9 +51,9 @@ KUBEFLOW = {"JobSet": "JobsetV1alpha2JobSet", "TrainJob": "TrainerV1alpha1TrainJ
             "TrainingRuntime": "TrainerV1alpha1TrainingRuntime"}  # fmt: skip
 
 
-def manifest(tmp_path: Path, *overrides: str) -> Manifest:
+def manifest(tmp_path: Path, *overrides: str) -> KubernetesManifest:
     loaded = load(tmp_path, WHOLE, *overrides)
-    return Manifest("isles-run-1a2b3c", loaded, resolve_pods(loaded), suspend=True)
+    return KubernetesManifest("isles-run-1a2b3c", loaded, resolve_pods(loaded), suspend=True)
 
 
 def job_spec(item: dict[str, Any]) -> Any:
@@ -64,16 +64,16 @@ def job_spec(item: dict[str, Any]) -> Any:
 
 
 @each("job", "jobset", "trainjob")
-def test_all_objects_are_valid_and_hold_the_same_pods(flavour: str, *, tmp_path: Path) -> None:
+def test_all_objects_are_valid_and_hold_the_same_pods(flavor: str, *, tmp_path: Path) -> None:
     from kubeflow_trainer_api import models
 
-    made = manifest(tmp_path, f"clusters.0.launcher.flavour={flavour}")
+    made = manifest(tmp_path, f"clusters.0.launcher.flavor={flavor}")
     objects = list(yaml.safe_load_all(made.text()))
     assert objects == made.objects(), "YAML says the same"
     jobs = [item for item in objects if item["kind"] in ("Job", "JobSet", "TrainingRuntime")]
     as_job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}}
     inner = [{**as_job, "spec": job_spec(job)} for job in jobs if job["kind"] != "Job"]
-    for item in [*objects, *inner, *([made.reader()] if flavour == "job" else [])]:
+    for item in [*objects, *inner, *([made.reader()] if flavor == "job" else [])]:
         if item["kind"] in KUBEFLOW:
             # What a model does not know it leaves out.
             model = getattr(models, KUBEFLOW[item["kind"]])
@@ -81,7 +81,7 @@ def test_all_objects_are_valid_and_hold_the_same_pods(flavour: str, *, tmp_path:
         else:
             kubernetes_validate.validate(item, "1.37", strict=True)
     assert len(jobs) == 1
-    if flavour == "job":  # the oldest that knows all of it
+    if flavor == "job":  # the oldest that knows all of it
         kubernetes_validate.validate(jobs[0], "1.31", strict=True)
     spec = job_spec(jobs[0])
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)

@@ -18,7 +18,7 @@ from isles.launch.base import StartOptions
 from isles.launch.gpus import find_gpus
 from isles.launch.local import added_variables, start_agent
 from isles.launch.start import start
-from isles.launch.verbs import normalise_overrides
+from isles.launch.verbs import normalize_overrides
 from isles.run.begin import new_attempt
 from tests.each import each
 from tests.programs import write_program
@@ -54,7 +54,7 @@ def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
     ("MIG-1234", ["MIG-1234"], ""),
     ("1,7,2", ["GPU-11aa"], "contains 7"),  # as CUDA itself takes it
 )
-def test_cuda_visible_devices_is_honoured(visible, expected, warning, *, tmp_path):
+def test_cuda_visible_devices_is_honored(visible, expected, warning, *, tmp_path):
     found = find_gpus({**four_gpus(tmp_path), "CUDA_VISIBLE_DEVICES": visible})
     assert [gpu.uuid[:8] for gpu in found.gpus] == expected
     assert warning in found.warning and bool(found.warning) == bool(warning)
@@ -122,4 +122,4 @@ def test_a_program_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
     ("generate --prompt --a.b", "generate --prompt --a.b"),
 )
 def test_dotted_flags_are_overrides(given: str, expected: str) -> None:
-    assert normalise_overrides(given.split()) == expected.split()
+    assert normalize_overrides(given.split()) == expected.split()

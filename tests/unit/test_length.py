@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from isles.check.checks.files import files
-from isles.check.plan import NodePlan, RunFacts
+from isles.check.plan import CheckedRun, NodePlan
 from isles.config.length import data_of, guessed_issues, length_notes
 from isles.config.load import Loaded, load_run_file
 from isles.config.resolve import Resolved, resolve
@@ -55,7 +55,7 @@ def refused(run: Resolved, samples: int) -> str:
 
 def node_run(loaded: Loaded) -> dict[str, Any] | None:
     """The run as a node's check gets it."""
-    return RunFacts.of(loaded).plan("a", {"a": 1}, "cpu").run
+    return CheckedRun.of(loaded).plan("a", {"a": 1}, "cpu").run
 
 
 def test_a_schedule_that_is_longer_than_the_epochs_is_refused(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_the_least_of_nested_limits_counts_and_the_room_of_each(group: Any) -> N
     files = {"memory-max": f"{4 * ROOM}", "memory-current": f"{4 * ROOM - 10}"}
     files |= {"a__memory-max": "max", "a__memory-high": f"{ROOM}", "a__memory-current": "0"}
     group("0::/a/b", **files, **{"a__b__memory-max": f"{2 * ROOM}"})
-    assert limits.memory() == limits.Memory(ROOM, 10), "another job has filled the group above"
+    assert limits.memory() == limits.MainMemory(ROOM, 10), "another job has filled the group above"
     # A limit above what a container sees: only the kernel's count of it is there.
     stat = f"hierarchical_memory_limit {ROOM}\n"
     group("9:memory:/x", **{"memory__memory-limit_in_bytes": f"{1 << 62}", V1_STAT: stat})

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from isles.monitor.live.cells import plain_lines
-from isles.monitor.live.history import POINTS, History, goodput, spans_of
+from isles.monitor.live.history import POINTS, MetricsReader, goodput, spans_of
 from isles.monitor.live.model import RankRow, Snapshot
-from isles.monitor.live.readers import Several
+from isles.monitor.live.readers import MultiClusterReader
 from isles.monitor.live.several import HubAnswer, SeveralView
 from isles.monitor.live.snapshot import RunReader
 from isles.monitor.live.source import Watch, snapshot
@@ -235,7 +235,7 @@ def test_records_of_an_earlier_version_and_broken_ones_are_shown_as_unknown(tmp_
 
 def test_a_long_curve_is_thinned_and_read_as_it_grows(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    history = History(run_dir.metrics, parsed_bytes=2**20)
+    history = MetricsReader(run_dir.metrics, parsed_bytes=2**20)
     history.read()
     assert history.curve() == ()
     with run_dir.metrics.open("w") as stream:
@@ -404,7 +404,7 @@ def test_the_clusters_of_this_machine_are_read_from_their_directories(tmp_path: 
     (tmp_path / "t-1").mkdir()
     run = MultiClusterRun(tmp_path / "t-1", tuple(clusters), 1.0, time.time(), {})
     run.write()
-    with closing(Several(run, 2.0)) as reader:
+    with closing(MultiClusterReader(run, 2.0)) as reader:
         shown = reader.look()
     assert shown is not None and shown.hub is not None and shown.hub.error == "it does not run"
     states = {row.name: row.state for row in shown.clusters}

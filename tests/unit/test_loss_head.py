@@ -16,7 +16,7 @@ from isles.dist.batch import IGNORE_INDEX
 from isles.strategies import head as head_module
 from isles.strategies.head import LossHead
 from isles.strategies.objective import DPO
-from isles.strategies.sequence import Part
+from isles.strategies.sequence import MicroBatchPart
 from tests.each import each
 from tests.small_models import small_model
 
@@ -196,7 +196,7 @@ def test_loss_gradients_and_figures_of_dpo_are_those_of_the_formula(smoothing):
     wanted.backward()
 
     objective = DPO(model, beta=BETA, label_smoothing=smoothing)
-    part = Part({"input_ids": tokens}, targets, reference_B=reference)
+    part = MicroBatchPart({"input_ids": tokens}, targets, reference_B=reference)
     loss = objective.loss_sum(model, part)
     loss.backward()
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
@@ -217,10 +217,10 @@ def test_its_own_scores_as_reference_give_log_2_a_pair():
     model = build().eval()
     tokens, targets = pairs()
     objective = DPO(model, beta=BETA)
-    reference = objective.row_scores(model, Part({"input_ids": tokens}, targets))
+    reference = objective.row_scores(model, MicroBatchPart({"input_ids": tokens}, targets))
     assert torch.allclose(reference, scores(model, tokens, targets), rtol=1e-5)
     with torch.no_grad():
-        part = Part({"input_ids": tokens}, targets, reference_B=reference)
+        part = MicroBatchPart({"input_ids": tokens}, targets, reference_B=reference)
         loss = objective.loss_sum(model, part)
     assert loss.item() == pytest.approx(2 * 0.6931472, rel=1e-5)
     figures = objective.take_figures(of_training=False)
@@ -234,8 +234,8 @@ def test_a_pair_without_targets_counts_for_nothing():
     targets[2:] = IGNORE_INDEX
     objective = DPO(model, beta=BETA)
     reference = torch.tensor([-50.0, -49.0, 0.0, 0.0])
-    both = Part({"input_ids": tokens}, targets, reference_B=reference)
-    one = Part({"input_ids": tokens[:2]}, targets[:2], reference_B=reference[:2])
+    both = MicroBatchPart({"input_ids": tokens}, targets, reference_B=reference)
+    one = MicroBatchPart({"input_ids": tokens[:2]}, targets[:2], reference_B=reference[:2])
     loss, alone = objective.loss_sum(model, both), DPO(model, beta=BETA).loss_sum(model, one)
     assert loss.item() == pytest.approx(alone.item(), rel=1e-5)
     assert objective.take_figures(of_training=True)["reward_accuracy"].item() <= 1

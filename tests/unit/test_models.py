@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from isles.config.auto import Machine, choose_strategy, needed_bytes
+from isles.config.auto import Resources, choose_strategy, needed_bytes
 from isles.config.layout import make_layout
 from isles.config.sections.data import DataConfig
 from isles.config.sections.model import AdapterConfig, ModelConfig
@@ -142,7 +142,7 @@ def test_fresh_weights_are_spread_as_transformers_spreads_them(kind):
         assert torch.equal(mine, theirs), name
 
 
-def test_a_model_that_initialises_elsewhere_is_named(tiny_model):
+def test_a_model_that_initializes_elsewhere_is_named(tiny_model):
     model = empty(tiny_model)
     model.odd = nn.Module()
     model.odd.scale = nn.Parameter(torch.empty(3))
@@ -361,7 +361,7 @@ def test_names_that_do_not_fit_the_model(tied, adapter, what, fix, *, tmp_path):
     assert caught.value.where.startswith("adapter.")
 
 
-def test_quantised_bases_and_missing_packages_are_named(tmp_path, monkeypatch):
+def test_quantized_bases_and_missing_packages_are_named(tmp_path, monkeypatch):
     change_config(make_base(tmp_path), quantization_config={"quant_method": "gptq"})
     with pytest.raises(UserError, match="already quantized"):
         adapted(tmp_path)
@@ -436,7 +436,7 @@ def test_frozen_weights_cost_two_thirds_and_no_state(tmp_path):
     model = Architecture.of(load_shape("llama-8b"))
     whole_run = fake_run(tmp_path, gradient_checkpointing="full")
     lora_run = fake_run(tmp_path, LORA, gradient_checkpointing="full")
-    machine = Machine(2, 2, 40 * 2**30, 100e9)
+    machine = Resources(2, 2, 40 * 2**30, 100e9)
     ddp = DDPStrategyConfig()
     lora, full = (needed_bytes(model, run, ddp, machine) for run in (lora_run, whole_run))
     assert lora < 0.2 * full

@@ -121,7 +121,7 @@ def test_a_fleet_of_another_version_hinders_only_what_needs_it(tmp_path: Path) -
     run_dir, attempt = recorded_run(tmp_path / "a-1", launch, status={"step": 1})
     two_hosts(attempt, "manual")
     record = read_record(attempt.fleet) or {}
-    write_record(attempt.fleet, {**record, "colour": "blue"})
+    write_record(attempt.fleet, {**record, "color": "blue"})
     assert read_fleet(attempt) == Fleet.of(record), "a key more is no reason"
     del record["port"]
     write_record(attempt.fleet, {**record, "isles": "9.9"})
@@ -163,8 +163,8 @@ def test_one_log_of_each_node_has_all_its_lines(tmp_path: Path) -> None:
 
 def test_a_host_that_hangs_keeps_nobody_from_the_lines_of_the_others(monkeypatch) -> None:
     monkeypatch.setattr(stream, "_SILENT_S", 1.0)
-    hangs = stream.Source(("sh", "-c", "echo one; exec sleep 600"), "a1")
-    answers = stream.Source(("echo", "two"), "a2")
+    hangs = stream.LogCommand(("sh", "-c", "echo one; exec sleep 600"), "a1")
+    answers = stream.LogCommand(("echo", "two"), "a2")
     notes: list[str] = []
     found = stream._merged_lines([hangs, answers], LogChoice(), notes.append)
     assert list(found) == ["one", "two"]

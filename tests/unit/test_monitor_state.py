@@ -161,7 +161,7 @@ def test_a_run_that_is_seen_by_its_files_only_is_stopped_by_them(tmp_path: Path)
     assert "far" in said and "has ended: stopped at step 5" in said
 
 
-def test_a_reused_pid_is_never_signalled(tmp_path: Path) -> None:
+def test_a_reused_pid_is_never_signaled(tmp_path: Path) -> None:
     with running_agent(bare_run(tmp_path / "innocent-1")) as innocent:
         run_dir = bare_run(tmp_path / "a-1")
         attempt = new_attempt(run_dir)

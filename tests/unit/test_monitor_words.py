@@ -90,7 +90,7 @@ def of_clusters(folder: Path) -> None:
         run_dir, attempt = recorded_run(folder / f"t-{name}-1", launch, end, status=status)
         attempt.rank_log(0).write_text(f"one of {name}\ntwo of {name}\n")
         clusters.append(ClusterRun(name, "local", str(run_dir.path), "", 1))
-    clusters.append(ClusterRun("centre", "pbs"))
+    clusters.append(ClusterRun("center", "pbs"))
     (folder / "t-1").mkdir()
     about = (1.0, time.time() - 50, {"outer": {"kind": "diloco"}})
     MultiClusterRun(folder / "t-1", tuple(clusters), *about, typed="isles train t.yaml").write()
@@ -180,7 +180,7 @@ def test_logs(said) -> None:
         said("logs plain", *whole, "--by-node -n 1", "--by-node -f"),
         said("logs two", "", "--node 1", "--node 3", "--rank 2", "--by-node"),
         said("logs", "new", "far --rank 0 -n 2", "lost"),
-        said("logs t", "-n 1", "--cluster b", "--cluster centre", "--cluster c"),
+        said("logs t", "-n 1", "--cluster b", "--cluster center", "--cluster c"),
         said("logs plain", "--cluster b"),
     ]
     check_golden("monitor-logs.txt", "\n".join(texts))

@@ -17,8 +17,8 @@ from isles.run.env import (
     cache_home,
     datasets_cache,
     home,
-    hub_access,
-    hub_cache,
+    huggingface_access,
+    huggingface_cache,
     settle_home,
     state_home,
 )
@@ -44,9 +44,9 @@ def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_caches_are_below_tmpdir_and_it_is_said_once(nobody: Path) -> None:
-    for folder in (hub_cache({}), datasets_cache({}), cache_home({}), state_home({})):
+    for folder in (huggingface_cache({}), datasets_cache({}), cache_home({}), state_home({})):
         assert folder.is_relative_to(nobody)
-    assert hub_access({}).token == ""
+    assert huggingface_access({}).token == ""
     note = settle_home()
     assert str(nobody) in note and "no HOME" in note
     assert Path.home() == home() and stat.S_IMODE(home().stat().st_mode) == 0o700
@@ -72,7 +72,7 @@ def test_a_home_that_cannot_be_written_to(
     monkeypatch.setenv("HOME", str(closed))
     assert "which is not writable" in settle_home()
     assert os.environ["HOME"] == str(closed), "it may have files to read"
-    assert hub_cache(os.environ).is_relative_to(nobody / f"isles-home-{os.getuid()}")
+    assert huggingface_cache(os.environ).is_relative_to(nobody / f"isles-home-{os.getuid()}")
     assert settle_home() == ""
     (closed / ".cache").mkdir()  # filled by somebody who may
     monkeypatch.delenv("XDG_CACHE_HOME")

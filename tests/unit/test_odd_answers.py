@@ -25,7 +25,7 @@ from isles.launch.remote.setup import setup
 from isles.launch.skypilot.start import start_skypilot
 from isles.launch.ssh.channel import READY, Channel
 from isles.launch.ssh.shell import Shell
-from isles.monitor.children import Line, run_all
+from isles.monitor.children import ChildLine, run_all
 from isles.monitor.multi_cluster import MultiClusterStart
 from isles.run.paths import Attempt
 from tests.each import each
@@ -80,7 +80,7 @@ def test_an_odd_announcement(text: str) -> None:
 def test_an_announcement_with_more_keys_is_read() -> None:
     announced = Announced("1", "/runs/x-1", 1, "me@a", "~/runs/x-1", "/home/me")
     assert read_started(announced.line(), where="", fix="") == announced
-    text = lines_of(colour="red")
+    text = lines_of(color="red")
     assert read_started(STARTED + text, where="", fix="") == Announced("1", "/runs/x-1", 1)
 
 
@@ -210,14 +210,14 @@ def test_an_odd_start_of_one_of_several_clusters(tmp_path: Path) -> None:
     loaded = load(tmp_path, f"{text}{{name: b, device: cpu, gpus_per_node: 1}}]\n")
     start = MultiClusterStart(loaded, options(tmp_path))
     for odd in ODD_STARTS:
-        line = Line("b", "out", STARTED + odd)
+        line = ChildLine("b", "out", STARTED + odd)
         refused(lambda line=line: start._take(line), "start.failed", "cluster b")
 
 
 def test_a_line_that_is_refused_ends_the_other_commands() -> None:
     shown = []
 
-    def show(line: Line) -> None:
+    def show(line: ChildLine) -> None:
         shown.append(line)
         if line.kind == "out":
             raise UserError("odd")

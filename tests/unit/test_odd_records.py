@@ -15,7 +15,7 @@ import pytest
 from isles.cli import main
 from isles.facts.secrets import Redactor
 from isles.monitor.bundle import Bundle
-from isles.monitor.live.history import History
+from isles.monitor.live.history import MetricsReader
 from isles.run.objects import Folder, StoreError
 from isles.run.records import write_record
 from tests.run_records import GONE, recorded_run
@@ -136,7 +136,7 @@ def test_the_end_of_a_huge_file_of_metrics_counts(tmp_path: Path) -> None:
     huge(path := tmp_path / "metrics.jsonl")
     with path.open("ab") as stream:
         stream.write(b'\n{"kind": "train", "step": 3, "loss": 1.0}\n')
-    history = History(path)
+    history = MetricsReader(path)
     history.read()
     assert history.newest["step"] == 3
 

@@ -1,4 +1,4 @@
-"""One file is one model, however it is loaded; and a loss that depends on no neighbour."""
+"""One file is one model, however it is loaded; and a loss that depends on no neighbor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from isles.config.rules.shape import check_shape
 from isles.config.sections.model import AdapterConfig
 from isles.errors import UserError
 from isles.models.adapter import add_adapter
-from isles.models.pieces import Pieces
+from isles.models.pieces import StoredWeight
 from isles.train.reference import disable_dropout
 from tests.each import each
 from tests.run_files import load
@@ -97,7 +97,7 @@ def test_any_part_of_joined_experts_is_read_alone():
         assert saved[name].shape == shape
         return saved[name][part]
 
-    pieces = Pieces(blocks, are_stacked=True)
+    pieces = StoredWeight(blocks, are_stacked=True)
     edges = [slice(first, last) for first in range(7) for last in range(first, 7)]
     for experts, rows in product([slice(0, 4), slice(1, 3), slice(2, 2)], edges):
         part = (experts, rows, slice(1, 4))
@@ -180,7 +180,7 @@ TEXT = "data.sources=[{path: a}]"
         ({"rope_parameters": {"full_attention": LONG, "other": {"rope_type": "default"}}}, ()),
     ],
 )
-def test_positions_that_depend_on_the_neighbours_are_refused(shape, values, tmp_path):
+def test_positions_that_depend_on_the_neighbors_are_refused(shape, values, tmp_path):
     """transformers gives all rows of a micro-batch the frequencies of the longest document."""
     (issue,) = check_shape(load(tmp_path, SCALED, *values).config, shape)
     assert "longrope" in issue.what and "beyond 512 tokens" in issue.what
@@ -198,7 +198,7 @@ def test_positions_that_depend_on_the_neighbours_are_refused(shape, values, tmp_
         ({"rope_scaling": None}, ()),
     ],
 )
-def test_positions_that_depend_on_no_neighbour_are_accepted(shape, values, tmp_path):
+def test_positions_that_depend_on_no_neighbor_are_accepted(shape, values, tmp_path):
     assert check_shape(load(tmp_path, SCALED, *values).config, shape) == []
 
 

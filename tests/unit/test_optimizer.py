@@ -51,7 +51,7 @@ def optimizer_of(model: nn.Module, **settings: Any) -> Any:
 
 
 def train(model: nn.Module, optimizer: Any, steps: int, start: int = 0) -> float:
-    """Towards a fixed random target; the last loss."""
+    """Toward a fixed random target; the last loss."""
     loss = torch.zeros(())
     for step in range(start, start + steps):
         dice = torch.Generator().manual_seed(step)
@@ -257,7 +257,7 @@ def rates(total: int, **fields: object) -> list[float]:
     return [learning_rate(config, step, total) for step in range(1, total + 1)]
 
 
-def test_the_learning_rate_warms_up_to_the_peak_and_falls_towards_the_minimum():
+def test_the_learning_rate_warms_up_to_the_peak_and_falls_toward_the_minimum():
     for shape in ("constant", "linear", "cosine", "wsd"):
         found = rates(100, lr_scheduler_type=shape, warmup_steps=10)
         assert all(low < high for low, high in pairwise(found[:11])), shape

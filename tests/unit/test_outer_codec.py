@@ -15,7 +15,7 @@ from torch import Tensor
 from isles.errors import UserError
 from isles.outer.average import average_size, combine, decode_average, inspect, size
 from isles.outer.codec import LARGEST, Codec, UnsoundUpdateError, parse_codec
-from isles.outer.layout import PIECE_NUMBERS, Fragment, Piece, make_layout
+from isles.outer.layout import PIECE_NUMBERS, Fragment, ParamSlice, make_layout
 from tests.each import each
 
 CODECS = ("none", "bf16", "int8", "int4", "topk:0.02", "topk:0.3", "topk:0.5", "topk:1.0")
@@ -244,7 +244,7 @@ def test_blocks_are_dealt_in_strides_and_ends_to_the_smallest() -> None:
 
 @given(st.lists(st.integers(1, 2**21), min_size=1, max_size=60), st.integers(1, 9))
 def test_shares_are_runs_that_cover_all_and_are_balanced(counts: list[int], ranks: int) -> None:
-    fragment = Fragment(("x",), tuple(Piece("x", 0, count) for count in counts))
+    fragment = Fragment(("x",), tuple(ParamSlice("x", 0, count) for count in counts))
     owners = fragment.owners(ranks)
     assert len(owners) == len(counts) and owners == sorted(owners)
     fair = sum(counts) / ranks

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from isles.outer.codec import Codec, UnsoundUpdateError, parse_codec
 from isles.outer.diloco import FragmentShare, OuterSettings, clip_scale, square_sum, total_norm
-from isles.outer.layout import Piece
+from isles.outer.layout import ParamSlice
 from tests.deadline import run_program
 from tests.each import each
 from tests.outer_trainer import mean as mean_of_pieces
 
 COUNTS = (1000, 4096, 1, 333)
-PIECES = [Piece("w", sum(COUNTS[:i]), count) for i, count in enumerate(COUNTS)]
+PIECES = [ParamSlice("w", sum(COUNTS[:i]), count) for i, count in enumerate(COUNTS)]
 TOTAL = sum(COUNTS)
 PLAIN = OuterSettings(lr=1.0, momentum=0.0)
 CODECS = ("none", "bf16", "int8", "int4", "topk")
@@ -92,9 +92,9 @@ def test_the_warmup_averages_and_leaves_no_momentum():
     """Then the outer optimizer begins as if the run began there."""
     warmed, fresh = One("none", OuterSettings()), One("none", OuterSettings())
     for turn in range(3):
-        learnt = warmed.local - normal(turn, 0.01)
+        learned = warmed.local - normal(turn, 0.01)
         warmed.turn(turn, is_warmup=True)
-        assert torch.allclose(warmed.share.outer_param, learnt, rtol=0, atol=1e-6)
+        assert torch.allclose(warmed.share.outer_param, learned, rtol=0, atol=1e-6)
     fresh.share.outer_param.copy_(warmed.share.outer_param)
     fresh.local.copy_(warmed.local)
     warmed.turn(9), fresh.turn(9)
@@ -151,14 +151,14 @@ def test_who_learns_nothing_has_the_bits_of_the_others():
 @each("none", "int8")
 def test_no_inner_step_is_lost_or_counted_twice(codec: str):
     """Whatever comes late: with rate one, outer parameters, what is owed, and what is not sent
-    yet add up to all that was ever learnt."""
+    yet add up to all that was ever learned."""
     one = One(codec, PLAIN)
-    learnt = one.local.clone().double()
+    learned = one.local.clone().double()
 
     def train(turn: int) -> None:
         step = normal(turn, 0.01)
         one.local.sub_(step)
-        learnt.sub_(step.double())
+        learned.sub_(step.double())
 
     for turn in range(12):
         train(100 + turn)
@@ -174,12 +174,12 @@ def test_no_inner_step_is_lost_or_counted_twice(codec: str):
             average = mean(one.codec, [(other.contribute(), 1.0)])
             before = one.share.outer_param.clone()
             one.apply(average, "late")
-            learnt += one.share.outer_param.double() - before.double()
+            learned += one.share.outer_param.double() - before.double()
         else:
             one.share.drop_snapshot()
         owed = torch.zeros(TOTAL) if one.share.error is None else one.share.error
         found = one.local.double() - owed.double()
-        assert float((found - learnt).abs().max()) < 1e-5, turn
+        assert float((found - learned).abs().max()) < 1e-5, turn
 
 
 def test_overlap_goes_a_part_of_the_way():

@@ -15,7 +15,7 @@ from isles.errors import ConfigError, TrainingError, UserError
 from isles.outer.hub.core import HubCore, live, status
 from isles.outer.hub.journal import JOURNAL, Journal
 from isles.outer.hub.work import AwakeClock
-from isles.outer.messages import Shown
+from isles.outer.messages import ShownRecord
 from isles.run.relay import LONGEST
 from isles.train.loop import finish_together
 from isles.train.progress import Progress
@@ -312,7 +312,7 @@ def test_the_hub_keeps_the_newest_that_each_cluster_shows(tmp_path):
     world = World(tmp_path, "ab")
 
     def show(name, record):
-        world.do(world.core.show, Shown(id=member_id(name), record=record))
+        world.do(world.core.show, ShownRecord(id=member_id(name), record=record))
 
     show("a", "b2xk"), show("b", "Yg==")
     world.now += 3.0
@@ -333,4 +333,4 @@ def test_the_hub_keeps_the_newest_that_each_cluster_shows(tmp_path):
     assert "does not know this cluster" in refused(show, "nobody", "Yg==").what
     for record in ("x" * (LONGEST + 1), "\n", '{"a": 1}'):
         with pytest.raises(ValidationError):
-            Shown(id=member_id("a"), record=record)
+            ShownRecord(id=member_id("a"), record=record)

@@ -20,7 +20,7 @@ from isles.outer.messages import (
     Heartbeat,
     Join,
     LeaseRequest,
-    Shown,
+    ShownRecord,
     StateOffer,
 )
 from isles.outer.samples import RESERVE
@@ -98,7 +98,7 @@ def test_a_field_beyond_its_bound_is_refused_in_every_message():
                 ],
             },
         ),
-        (Shown, {**own, "record": ""}, {"record": ["A" * (LONGEST + 1), "\x1b", "{}"]}),
+        (ShownRecord, {**own, "record": ""}, {"record": ["A" * (LONGEST + 1), "\x1b", "{}"]}),
     ]
     taken = []
     for kind, good, bad in table:
@@ -495,5 +495,5 @@ def test_a_wrong_momentum_is_not_seen_in_a_state(tmp_path):
 
 def test_a_member_reads_what_all_show(tmp_path):
     world = World(tmp_path, "ae")
-    world.do(world.core.show, Shown(id=member_id("a"), record="YQ=="))
+    world.do(world.core.show, ShownRecord(id=member_id("a"), record="YQ=="))
     assert live(world.core)["members"]["a"]["record"] == "YQ=="

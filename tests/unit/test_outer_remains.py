@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from isles.outer.hub.core import events, live, status
-from isles.outer.messages import LeaveRun, Shown
+from isles.outer.messages import LeaveRun, ShownRecord
 from isles.run.relay import LONGEST
 from isles.run.repeats import FewLines, Repeats
 from tests.outer_world import ZERO, World, after, joining, member_id, refused
@@ -31,7 +31,7 @@ def test_what_members_leave_behind_is_bounded_by_name_and_in_all(tmp_path):
         for name, own in ((f"e{number}", "evil"), (f"f{number}", f"f{number}")):
             world.join(name, name=own)
             begin(name)
-            world.do(core.show, Shown(id=member_id(name), record="A" * LONGEST))
+            world.do(core.show, ShownRecord(id=member_id(name), record="A" * LONGEST))
             assert files() <= 8
             world.leave(name, has_finished=True)
             assert files() == 0
@@ -64,7 +64,7 @@ def test_what_all_show_together_is_bounded(tmp_path):
     kinds = set()
     for name in names:
         try:
-            world.do(world.core.show, Shown(id=member_id(name), record=record))
+            world.do(world.core.show, ShownRecord(id=member_id(name), record=record))
         except Exception as error:
             kinds.add(getattr(error, "kind", repr(error)))
     assert kinds == {"too_large"}

@@ -26,7 +26,7 @@ def test_intervals_are_sets_of_numbers(one: list[Interval], other: list[Interval
         (without(one, other), set(numbers(one)) - set(numbers(other))),
     ):
         assert numbers(spans) == sorted(wanted)
-        assert joined(spans) == spans, "neither empty intervals nor neighbours"
+        assert joined(spans) == spans, "neither empty intervals nor neighbors"
 
 
 def test_what_was_read_of_the_reserve_is_told_and_not_held() -> None:

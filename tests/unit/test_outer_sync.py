@@ -30,7 +30,7 @@ LAYOUT = make_layout({"a": (8,), "b": (8,)}, parse_codec("none"), num_fragments=
 
 def at(step: int = 0, **more: Any) -> Any:
     """What is read of an `OuterStep` after so many inner steps, all of them of this cluster."""
-    known = {"num_fragments": 2, "version": 0, "contributed_at": 0, "sent": (), "has_learnt": True}
+    known = {"num_fragments": 2, "version": 0, "contributed_at": 0, "sent": (), "has_learned": True}
     state = SimpleNamespace(steps=step, step=step, **{**known, "samples_left": 10**6, **more})
     state.progress = state
     return state
@@ -89,7 +89,7 @@ def test_whether_a_cluster_contributes(tmp_path):
         ("missed turns are not made up for", at(41, version=1, contributed_at=40), {}, None),
         ("but the next one is made", at(43, version=1, contributed_at=40), {}, 1),
         ("a turn that closes gets what there is", at(1), {"closing": (0, 3.0)}, 0),
-        ("or nothing", at(0, has_learnt=False), {"closing": (0, 3.0)}, None),
+        ("or nothing", at(0, has_learned=False), {"closing": (0, 3.0)}, None),
         ("another closes", at(2, version=1, contributed_at=2), {"closing": (0, 3.0)}, None),
         ("it must take the state first", at(3), {"is_behind": True}, None),
         ("decided before it came", at(11), {"decided": 2, "closing": (1, 1.0)}, None),
@@ -158,7 +158,7 @@ def end_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, look: Callable[...,
     """
     rank0 = Rank0(folder, deadline=5.0)
     state = rank0.scheduler.exchange
-    state.version, state.has_learnt, state.last_row = 1, False, None
+    state.version, state.has_learned, state.last_row = 1, False, None
     state.clock, state.finish_move = Clock(), lambda: None
     state.apply = lambda apply: setattr(state, "version", apply.outer_step + 1)
     rank0.line.state.members = ("a", "b")

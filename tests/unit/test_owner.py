@@ -20,7 +20,7 @@ from isles.launch.remote.login import remote_script
 from isles.launch.ssh.shell import Shell
 from isles.launch.worker import run_verb
 from isles.monitor import bundle
-from isles.monitor.live.history import History
+from isles.monitor.live.history import MetricsReader
 from isles.monitor.logs import LineTail, LogChoice, log_lines
 from isles.run.begin import begin_run, new_attempt
 from isles.run.choose import choose_run, refuse_second
@@ -69,7 +69,7 @@ def test_a_record_is_own_by_the_file_that_was_read(tmp_path: Path, give) -> None
     assert read_record(tmp_path / "pipe.json") is None, "nobody waits for a writer"
 
 
-def test_no_process_is_signalled_that_only_anothers_record_names(tmp_path: Path, give) -> None:
+def test_no_process_is_signaled_that_only_anothers_record_names(tmp_path: Path, give) -> None:
     with subprocess.Popen(["sleep", "1000"], start_new_session=True) as child:
         try:
             path = tmp_path / "launch.json"
@@ -253,7 +253,7 @@ def test_records_that_are_pipes_are_waited_for_by_nobody(tmp_path: Path) -> None
         path.unlink(missing_ok=True)
         os.mkfifo(path)
     assert not list(read_rows(run_dir.metrics)) and read_last_step(attempt, None) is None
-    history = History(run_dir.metrics)
+    history = MetricsReader(run_dir.metrics)
     history.read()
     assert not history.newest
     assert main(["status", str(run_dir.path)]) == 0

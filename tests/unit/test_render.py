@@ -11,7 +11,7 @@ from isles.config.files import deepspeed_issues
 from isles.config.interop.deepspeed import deepspeed_settings
 from isles.config.load import load_run_file
 from isles.errors import ConfigError, ConfigErrors
-from isles.launch.render import Kind, Rendered, render
+from isles.launch.render import Kind, RenderedFile, render
 from tests.deadline import run_program
 from tests.each import each
 from tests.golden import check_golden
@@ -32,7 +32,7 @@ clusters:
 """
 
 
-def rendered(tmp_path: Path, to: Kind, *overrides: str, more: str = "") -> Rendered:
+def rendered(tmp_path: Path, to: Kind, *overrides: str, more: str = "") -> RenderedFile:
     path = tmp_path / "run.yaml"
     path.write_text(RUN + more)
     return render(load_run_file(path, overrides), to, overrides=overrides)

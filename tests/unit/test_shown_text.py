@@ -161,8 +161,8 @@ def test_a_follower_and_its_bar_send_nothing_on_a_terminal(tmp_path: Path) -> No
             console.print(evil)
     """
     sent = on_a_terminal([sys.executable, "-c", program], tmp_path)
-    assert "\x1b[31m" in sent and "\x1b[1m" in sent, "colours are ours"
-    # What is left are colours, and the moves of the bar.
+    assert "\x1b[31m" in sent and "\x1b[1m" in sent, "colors are ours"
+    # What is left are colors, and the moves of the bar.
     rest = re.sub(r"\x1b\[(\?25[lh]|[0-9;]*[mKA]|2K)", "", sent).replace("\r", "")
     assert not controls(rest), ascii(rest)
 

@@ -38,7 +38,7 @@ from isles.plan.simulate.fleet import (
     load_fleet,
 )
 from isles.plan.simulate.line import Flow, Line
-from isles.plan.simulate.setting import ON_THE_WIRE, Setting
+from isles.plan.simulate.setting import ON_THE_WIRE, SimulationSettings
 from tests.each import each
 
 RUN_FILE = """\
@@ -53,9 +53,9 @@ clusters: [{name: a}, {name: b}]
 NUMBERS = 4_000_000
 
 
-def one_run(**changes: object) -> Setting:
+def one_run(**changes: object) -> SimulationSettings:
     """One fragment, no overlap, 10 rounds of 20 steps."""
-    base = Setting(
+    base = SimulationSettings(
         "sim", (NUMBERS,), 512, 20, CodecConfig(), max_steps=200, save_every_s=None, deadline_s=1e6
     )
     return replace(base, **changes)  # type: ignore[arg-type]
@@ -98,7 +98,9 @@ def test_fragments_are_those_of_the_layout(shape: str, num_fragments: int):
 
 def test_schedule_and_constants_are_those_of_the_trainer() -> None:
     for fragments, every, rounds, short in [(1, 10, 0, 0), (4, 100, 3, 12), (3, 50, 2, 7)]:
-        own = Setting("s", (10,) * fragments, 1, every, CodecConfig(), None, warmup_rounds=rounds)
+        own = SimulationSettings(
+            "s", (10,) * fragments, 1, every, CodecConfig(), None, warmup_rounds=rounds
+        )
         own = replace(own, delay=0, warmup_sync_every=short)
         true = sync.Schedule(every, fragments, rounds, short)
         steps = range(5 * fragments)
@@ -121,7 +123,7 @@ def test_schedule_and_constants_are_those_of_the_trainer() -> None:
 # Closed forms.
 
 
-def outer_s(setting: Setting, config: GroupConfig, *, sharing: int = 1) -> float:
+def outer_s(setting: SimulationSettings, config: GroupConfig, *, sharing: int = 1) -> float:
     """Seconds of an outer step in which all wait, of equal clusters on one hub's line."""
     costs, n = setting.costs, setting.fragments[0]
     size = setting.contribution_bytes(0)

@@ -114,7 +114,7 @@ def test_the_queue_is_asked_and_its_words_are_kept(job: Job) -> None:
     ("TIMEOUT", 3, "time limit"),
     ("NODE_FAIL", 5, "one of its nodes failed"),
     ("OUT_OF_MEMORY", 4, "more memory"),
-    ("CANCELLED", 130, "cancelled"),
+    ("CANCELLED", 130, "canceled"),
 )
 def test_a_job_that_was_killed_with_its_script_has_an_outcome(state, code, words, *, tmp_path):
     job = Job(tmp_path)

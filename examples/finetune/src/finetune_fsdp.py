@@ -11,7 +11,7 @@ from typing import Any, Literal
 from isles.config.yaml import scalar_text
 from isles.errors import ConfigError, ConfigErrors
 
-Judgement = tuple[Literal["mapped", "no longer needed", "unsupported"], str]
+Judgment = tuple[Literal["mapped", "no longer needed", "unsupported"], str]
 """What becomes of a key, and how or why."""
 
 _PRECISIONS = {
@@ -35,7 +35,7 @@ class FsdpSettings:
 
     strategy: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
-    decisions: dict[str, Judgement] = field(default_factory=dict)
+    decisions: dict[str, Judgment] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
         """One line for each key of the JSON."""
@@ -139,7 +139,7 @@ _ALLOWED: dict[str, tuple[object, ...] | type] = {
 """The keys that the guide shows, and the two that others write beside them."""
 
 
-_ALWAYS: dict[str, Judgement] = {
+_ALWAYS: dict[str, Judgment] = {
     "fsdp_state_dict_type": (
         "no longer needed",
         "isles saves and loads shard by shard, and exports the model whole at the end",
@@ -179,7 +179,7 @@ _OTHERWISE: dict[str, tuple[object, str]] = {
 """The one value that is possible, and what becomes of another."""
 
 
-def _judge(key: str, value: Any, found: FsdpSettings) -> Judgement:
+def _judge(key: str, value: Any, found: FsdpSettings) -> Judgment:
     """What becomes of one key; its value goes where isles has the same thing."""
     if key in _ALWAYS:
         possible, instead = _OTHERWISE.get(key, (value, ""))

@@ -99,7 +99,7 @@ class Coordinator:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has its outcome, and the nodes only have to end."""
+        """True if the run has its outcome, and the nodes only have to end."""
         return self._phase == "over"
 
     @property
@@ -136,7 +136,7 @@ class Coordinator:
             self._server.command(node, self._command(node), self._clock())
 
     def has_ended(self) -> bool:
-        """Whether all nodes have exited, or their time to exit is over."""
+        """True if all nodes have exited, or their time to exit is over."""
         peers = self._server.peers().values()
         is_late = self._clock() - self._since > CLOSING_S
         return self.is_over and (is_late or all(peer.is_done or peer.lost for peer in peers))

@@ -90,7 +90,7 @@ class Members:
         return [p for p in self.connections().values() if p.report.get("state") != "idle"]
 
     def is_anybody_quiet(self) -> bool:
-        """Whether a member is silent, but not yet long enough to be declared lost."""
+        """True if a member is silent, but not yet long enough to be declared lost."""
         peers = self.connections().values()
         return any(peer.wire is None or peer.last_seen.seconds > _QUIET_S for peer in peers)
 

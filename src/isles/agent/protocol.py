@@ -165,7 +165,7 @@ def proof(token: str, challenge: str, role: str) -> str:
 
 
 def is_proof(given: object, token: str, challenge: str, role: str) -> bool:
-    """Whether `given` is that proof; takes as long for a wrong one as for the right one."""
+    """True if `given` is that proof; takes as long for a wrong one as for the right one."""
     return hmac.compare_digest(str(given).encode(), proof(token, challenge, role).encode())
 
 

@@ -49,12 +49,12 @@ class QueuedRun:
         self._is_of_queue = isinstance(launcher, QueueSection)
         self._may_requeue = not isinstance(launcher, QueueSection) or launcher.requeue
         self.brings_back = allocation.brings_back
-        """Whether a lost node is replaced while the others stay."""
+        """True if a lost node is replaced while the others stay."""
         self._is_script = config.training.script is not None
         self.is_terminated = False
-        """Whether its user, or the queue for a job with priority, has asked the job to end."""
+        """True if its user, or the queue for a job with priority, has asked the job to end."""
         self.is_requeued = False
-        """Whether to requeue the job when all agents have exited."""
+        """True if the job is to be requeued when all agents have exited."""
 
     def begin(self) -> int | None:
         """Called at the start of the job, which may have run before.

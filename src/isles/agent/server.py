@@ -104,7 +104,7 @@ class NodeConnection:
     lost: str = ""
     """Why it was declared lost; empty if it was not."""
     is_done: bool = False
-    """Whether its agent has exited normally."""
+    """True if its agent has exited normally."""
     skew_s: float = 0.0
     """Its clock minus the clock of this host."""
     sent: dict[str, Any] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class NodeConnection:
         return 0.0 if isinstance(self.wire, LocalLink) else self.last_seen.seconds
 
 
-class Refusal(PreflightError):
+class AgentRefusedError(PreflightError):
     """Reason to refuse an agent; `ends_run`: the run cannot start without this agent."""
 
     def __init__(self, what: str, fix: str, *, ends_run: bool = False) -> None:
@@ -152,9 +152,9 @@ class RendezvousServer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock = clock
-        self.refused: Refusal | None = None
+        self.refused: AgentRefusedError | None = None
         """The last refusal."""
-        self.fatal: Refusal | None = None
+        self.fatal: AgentRefusedError | None = None
         """Refusal of a node that the run cannot start without."""
         self._listener = listener
         self._nodes = nodes
@@ -263,7 +263,7 @@ class RendezvousServer:
             if first is None:
                 return
             if not is_proof(first.get("proof"), self._token, challenge, "agent"):
-                raise Refusal(
+                raise AgentRefusedError(
                     f"an agent at {address} does not know the token of this attempt",
                     "start the agent with the token that `isles train` has printed or placed. If "
                     "the run is running already, isles refuses a second attempt; see isles status "
@@ -274,7 +274,7 @@ class RendezvousServer:
                 wire.send({"files": self._files(), **mine})
             else:
                 self._receive(self._take_in(first["hello"], wire, mine), wire)
-        except Refusal as refusal:
+        except AgentRefusedError as refusal:
             self._log(f"refused {address}: {refusal.what}")
             self.refused = refusal
             self.fatal = refusal if refusal.ends_run else self.fatal
@@ -338,11 +338,13 @@ class RendezvousServer:
         agent, node = str(hello["agent"]), int(hello["node"])
         with self._lock:
             if agent in self._dropped:
-                raise Refusal("this node was declared lost", "it can rejoin as a new node")
+                raise AgentRefusedError(
+                    "this node was declared lost", "it can rejoin as a new node"
+                )
             peer = self._peers.get(node)
             if peer is not None and peer.agent != agent and not peer.lost:
                 if peer.wire is not None:
-                    raise Refusal(
+                    raise AgentRefusedError(
                         f"node {node} is connected already: {peer.process.host}, process "
                         f"{peer.process.pid}",
                         "start each node once, with its own number",
@@ -364,25 +366,25 @@ class RendezvousServer:
     def _check(self, hello: dict[str, Any]) -> None:
         nodes, node, digest = self._nodes, int(hello["node"]), str(hello["digest"])
         if (hello["run"], hello["attempt"]) != (self._run, self._attempt):
-            raise Refusal(
+            raise AgentRefusedError(
                 f"this coordinator runs {self._run}, attempt {self._attempt}, not {hello['run']}, "
                 f"attempt {hello['attempt']}",
                 "another run uses this port: stop it, or set clusters.0.network.port",
             )
         if digest != nodes.digest:
-            raise Refusal(
+            raise AgentRefusedError(
                 f"the run file differs: its digest begins with {digest[:_SHOWN]}, the "
                 f"coordinator's with {nodes.digest[:_SHOWN]}",
                 "start all nodes from the same run",
             )
         if not 0 <= node < len(nodes):
             fix = f"use a number from 0 to {len(nodes) - 1}"
-            raise Refusal(f"node {node} does not exist", fix)
+            raise AgentRefusedError(f"node {node} does not exist", fix)
         for package, version in self._versions.items():
             other = hello["versions"].get(package, "no version")
             if other != version:
                 python = printable(str(hello.get("python", "its Python")), longest=_LONGEST)
-                raise Refusal(
+                raise AgentRefusedError(
                     f"{nodes[node].label} has {package} {other}, {nodes.first.name} has {version}",
                     f"install {package} {version} there, for {python}",
                     ends_run=nodes.launcher in ("ray", "skypilot", "ssh"),

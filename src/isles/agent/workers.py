@@ -77,7 +77,7 @@ class WorkerGroup:
         self._scratch = scratch
         self._in_job = in_job
         self._store = store
-        self._ranks: Ranks | None = None
+        self._ranks: RankProcesses | None = None
         self._seen: dict[int, dict[str, Any]] = {}
         self._command: dict[str, Any] = {}
         self._failed: dict[int, int] = {}
@@ -88,12 +88,12 @@ class WorkerGroup:
 
     @property
     def is_running(self) -> bool:
-        """Whether ranks have been started and have not been seen to end."""
+        """True if ranks have been started and have not been seen to end."""
         return bool(self.report["state"] == "running")
 
     @property
     def is_script(self) -> bool:
-        """Whether the ranks run a user's own script."""
+        """True if the ranks run a user's own script."""
         return bool(self._command.get("script"))
 
     @property
@@ -135,7 +135,7 @@ class WorkerGroup:
             )
             starts[env.rank] = self._environ(env), (self._run_dir.path, env, asked)
         what = _SCRIPT_PROCESS if command["script"] else _RANK_PROCESS
-        self._ranks = Ranks(what, starts, hears=self._hears and not command["script"])
+        self._ranks = RankProcesses(what, starts, hears=self._hears and not command["script"])
         self._seen = self._ranks.seen
         self.report = {"restart": restart, "state": "running"}
 
@@ -228,7 +228,7 @@ class WorkerGroup:
         return {key: str(value) for key, value in found.items()}
 
 
-class Ranks:
+class RankProcesses:
     """The ranks of this node in one start of all ranks.
 
     Args:

@@ -17,7 +17,7 @@ from isles.balance.measure import ComputeMeter
 from isles.balance.revise import (
     WINDOWS,
     Allocation,
-    History,
+    SplitHistory,
     equal_devices,
     gain_over_even,
     next_allocation,
@@ -53,7 +53,7 @@ class Balancer:
         self,
         world: World,
         first: Allocation,
-        history: History | None,
+        history: SplitHistory | None,
         file: Path,
         step: int,
         clock: Callable[[], float] = time.monotonic,
@@ -79,7 +79,7 @@ class Balancer:
 
     @property
     def is_auto(self) -> bool:
-        """Whether the split may be revised while training."""
+        """True if the split may be revised while training."""
         return self._history is not None
 
     @property
@@ -182,7 +182,7 @@ class Balancer:
         early = self._current.after_step + _EARLY
         return before < early <= step or before // _EVERY < step // _EVERY
 
-    def _decide(self, step: int, every: Sequence[Sequence[float]]) -> History | None:
+    def _decide(self, step: int, every: Sequence[Sequence[float]]) -> SplitHistory | None:
         # The history with the decision at this step. None: not enough data for a decision.
         assert self._history is not None
         # Medians ignore occasional work between two steps, such as an evaluation or a checkpoint.

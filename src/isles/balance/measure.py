@@ -133,7 +133,7 @@ def rows_that_fit(bytes_by_rows: dict[int, float], free_bytes: float, most: int)
 
 
 def settled(rounds: Sequence[Sequence[float]]) -> bool:
-    """Whether the two fastest rounds agree. `rounds` has the seconds of each size per round."""
+    """True if the two fastest rounds agree. `rounds` has the seconds of each size per round."""
     if not rounds or min(map(len, rounds)) < 2:
         return False
     fastest = (sorted(seconds)[:2] for seconds in rounds)

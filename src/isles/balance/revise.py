@@ -35,7 +35,7 @@ alternate."""
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class RankDevice:
     """The device of one rank.
 
     Args:
@@ -49,7 +49,7 @@ class Device:
     dp_rank: int
 
 
-def equal_devices(devices: Sequence[Device]) -> tuple[int, ...]:
+def equal_devices(devices: Sequence[RankDevice]) -> tuple[int, ...]:
     """For each data-parallel rank, the first rank with devices of the same names on the same
     hosts."""
     found: list[list[tuple[str, str]]] = [[] for _ in {device.dp_rank for device in devices}]
@@ -79,7 +79,7 @@ class Allocation:
     split: RowSplit
     even_size: int
     strategy: str
-    devices: tuple[Device, ...]
+    devices: tuple[RankDevice, ...]
     curves: tuple[Curve, ...]
     is_timed: bool
     slowest_s: float | None = None
@@ -96,7 +96,7 @@ class Allocation:
             ),
             even_size=int(record["even_size"]),
             strategy=str(record["strategy"]),
-            devices=tuple(Device(**device) for device in record["devices"]),
+            devices=tuple(RankDevice(**device) for device in record["devices"]),
             curves=tuple(Curve.read(curve) for curve in record["curves"]),
             is_timed=bool(record["is_timed"]),
             slowest_s=record["slowest_s"],
@@ -105,7 +105,7 @@ class Allocation:
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class SplitHistory:
     """The splits of a run, in the order of their steps.
 
     Args:
@@ -120,12 +120,12 @@ class History:
         """The allocation in use after `step`."""
         return next((each for each in reversed(self.allocations) if each.after_step <= step), None)
 
-    def add(self, new: Allocation) -> History:
+    def add(self, new: Allocation) -> SplitHistory:
         """A history with a new allocation, which replaces all at or after its step."""
         kept = tuple(each for each in self.allocations if each.after_step < new.after_step)
-        return History((*kept, new), new.after_step)
+        return SplitHistory((*kept, new), new.after_step)
 
-    def going_on_after(self, step: int, fits: Callable[[Allocation], bool]) -> History | None:
+    def going_on_after(self, step: int, fits: Callable[[Allocation], bool]) -> SplitHistory | None:
         """The history for an attempt from `step`. None: the split of that step does not fit."""
         now = self.at(step)
         if now is None or not fits(now):
@@ -134,10 +134,10 @@ class History:
             if each.after_step > step and not fits(each):
                 # Later decisions were made for other ranks or devices.
                 kept = tuple(a for a in self.allocations if a.after_step < each.after_step)
-                return History(kept, each.after_step - 1)
+                return SplitHistory(kept, each.after_step - 1)
         return self
 
-    def decided(self, step: int) -> History:
+    def decided(self, step: int) -> SplitHistory:
         """A history that keeps the current split up to this step."""
         return replace(self, decided_to=max(self.decided_to, step))
 
@@ -154,7 +154,7 @@ class History:
         write_record(file, self.record())
 
     @classmethod
-    def load(cls, file: Path, in_checkpoint: Mapping[str, Any] | None) -> History:
+    def load(cls, file: Path, in_checkpoint: Mapping[str, Any] | None) -> SplitHistory:
         """The longer history: of the run directory, or of a checkpoint (on another disk)."""
         found = []
         for record in (read_record(file, MAX_LIST_BYTES), in_checkpoint):
@@ -258,7 +258,7 @@ def revise(now: Allocation, measured: Sequence[Sequence[float]]) -> tuple[Alloca
 
 
 def next_allocation(
-    history: History, step: int, measured: Sequence[Sequence[float]]
+    history: SplitHistory, step: int, measured: Sequence[Sequence[float]]
 ) -> tuple[Allocation, str] | None:
     """The allocation that replaces the current one, and the reason. None: keep the current one.
 

@@ -21,7 +21,7 @@ thousands of rows, the result may miss the best split by a fraction of a percent
 
 
 def are_alike(curves: Sequence[Curve]) -> bool:
-    """Whether all ranks are equally fast, within the noise of measuring."""
+    """True if all ranks are equally fast, within the noise of measuring."""
     shared = min(curve.limit for curve in curves)
     sizes = {min(size, shared) for curve in curves for size in curve.sizes}
     for size in sizes:
@@ -38,13 +38,13 @@ def fastest_split(curves: Sequence[Curve], global_batch_size: int, *, in_step: b
         curves: curve of each data-parallel rank. Times must never fall with the rows.
         in_step: see RowSplit.
     """
-    tables = [_Table(curve, global_batch_size) for curve in curves]
+    tables = [_RankTimes(curve, global_batch_size) for curve in curves]
     if in_step:
         return _fastest_in_step(tables, curves, global_batch_size)
     return _fastest_apart(tables, global_batch_size)
 
 
-class _Table:
+class _RankTimes:
     # The times of one rank at every allowed size.
 
     def __init__(self, curve: Curve, global_batch_size: int) -> None:
@@ -77,7 +77,7 @@ class _Table:
         return best, chosen
 
 
-def _fastest_apart(tables: Sequence[_Table], rows: int) -> RowSplit:
+def _fastest_apart(tables: Sequence[_RankTimes], rows: int) -> RowSplit:
     # Each rank separately: find the shortest time in which all rows can be done, by bisection. The
     # rows of a rank within a given time have a closed form. A rank needs at least the time of one
     # row, even if it has no rows: see Curve.time.
@@ -117,7 +117,7 @@ def _take_back(
             heapq.heappush(heap, entry(rank))
 
 
-def _fastest_in_step(tables: Sequence[_Table], curves: Sequence[Curve], rows: int) -> RowSplit:
+def _fastest_in_step(tables: Sequence[_RankTimes], curves: Sequence[Curve], rows: int) -> RowSplit:
     # All ranks make the same number of micro-steps, and each micro-step takes the time of its
     # slowest rank. For every number of steps, and every length of the shortest step (a rank's time
     # at some size), put the remaining rows into longer steps as cheaply as possible.
@@ -158,7 +158,7 @@ def _equal_steps(plans: Sequence[_Plan], rows: int) -> RowSplit:
 class _Plan:
     # Steps of at least `shortest` seconds, in each of which every rank computes all it can.
 
-    def __init__(self, tables: Sequence[_Table], shortest: float) -> None:
+    def __init__(self, tables: Sequence[_RankTimes], shortest: float) -> None:
         self.shortest = shortest
         self.held = [table.fits(shortest) for table in tables]
         self.rows = sum(self.held)

@@ -15,7 +15,7 @@ Level = Literal["ok", "warning", "error"]
 _WORST_FIRST: tuple[Level, ...] = ("error", "warning", "ok")
 _SIGNS: dict[Level, str] = {"ok": "✓", "warning": "!", "error": "✗"}
 _PLAIN: dict[Level, str] = {"ok": "ok", "warning": "!!", "error": "XX"}
-_COLOURS: dict[Level, str] = {"ok": "green", "warning": "yellow", "error": "red"}
+_COLORS: dict[Level, str] = {"ok": "green", "warning": "yellow", "error": "red"}
 _ID_CHARS, _CELL_CHARS = 22, 18
 _MANY_HOSTS = 5
 
@@ -35,7 +35,14 @@ IDS = (
     "clock.skew",
     # Files
     *("files.workdir", "files.output", "files.model", "files.data", "files.script"),
-    *("files.shared", "disk.free", "disk.inodes", "hub.access", "hub.licence", "data.rows"),
+    *(
+        "files.shared",
+        "disk.free",
+        "disk.inodes",
+        "huggingface.access",
+        "huggingface.license",
+        "data.rows",
+    ),
     # Between hosts
     *("address.dhcp", "net.interface", "net.connect", "net.mtu", "net.latency"),
     *("net.bandwidth", "net.hub", "reduce.works", "reduce.speed"),
@@ -169,4 +176,4 @@ def _cell(finding: Finding | None, hosts: Sequence[str], is_terminal: bool) -> s
 
 
 def _mark(level: Level, is_terminal: bool) -> Text:
-    return Text(_SIGNS[level], _COLOURS[level]) if is_terminal else Text(_PLAIN[level])
+    return Text(_SIGNS[level], _COLORS[level]) if is_terminal else Text(_PLAIN[level])

@@ -16,7 +16,7 @@ from typing import Any
 
 from isles.check.checks.files import existing
 from isles.check.finding import Finding
-from isles.check.plan import RunFacts
+from isles.check.plan import CheckedRun
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved, dump_resolved
 from isles.config.sections.cluster import PbsLauncherConfig, SlurmLauncherConfig
@@ -50,7 +50,7 @@ Found = tuple[list[Finding], list[str]]
 """Findings and names of the nodes."""
 
 
-def check_in_job(run: RunFacts, timeout_s: float) -> Found:
+def check_in_job(run: CheckedRun, timeout_s: float) -> Found:
     """Check nodes from Slurm, or the nodes of the job that runs this process.
 
     Args:

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from isles.check.checks.files import files, hub, probe_read, probe_remove, probe_write
+from isles.check.checks.files import files, huggingface, probe_read, probe_remove, probe_write
 from isles.check.checks.gpus import gpus
 from isles.check.checks.links import Listener, bandwidth, keep_pairs, reach
 from isles.check.checks.machine import machine
 from isles.check.checks.network import dial, dial_bucket, firewalls, interfaces
-from isles.check.checks.ranks import Ranks, smoke
+from isles.check.checks.ranks import CheckRanks, smoke
 from isles.check.checks.rows import rows
 from isles.check.checks.topology import topology
 from isles.check.finding import Finding
@@ -38,7 +38,7 @@ CHECKS: dict[str, Check] = {
     "gpus": gpus,
     "topology": topology,
     "files": files,
-    "hub": hub,
+    "huggingface": huggingface,
     "rows": rows,
     "smoke": smoke,
 }
@@ -52,7 +52,7 @@ def answer(more: Mapping[str, Work], *, idle_s: float = IDLE_S) -> None:
         more: further operations, by name.
         idle_s: time without queries after which the process exits immediately.
     """
-    ranks, listener = Ranks(), Listener()
+    ranks, listener = CheckRanks(), Listener()
     known: dict[str, Work] = {
         "facts": _facts,
         "clock": lambda: {"now": time.time()},

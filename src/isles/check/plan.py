@@ -19,7 +19,7 @@ from isles.facts.memory.architecture import Architecture
 from isles.launch.huggingface import huggingface_repos
 from isles.launch.ssh.channel import Channel
 from isles.launch.ssh.hosts import Reach
-from isles.run.env import hub_cache
+from isles.run.env import huggingface_cache
 
 PrintLine = Callable[[str], object]
 Device = Literal["cpu", "cuda"]
@@ -90,7 +90,7 @@ class NodePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class RunFacts:
+class CheckedRun:
     """A cluster, and the run on it.
 
     Args:
@@ -105,7 +105,7 @@ class RunFacts:
     model: Architecture | None = None
 
     @classmethod
-    def of(cls, loaded: Loaded) -> RunFacts:
+    def of(cls, loaded: Loaded) -> CheckedRun:
         """Facts of a run file with one cluster."""
         cluster = loaded.config.clusters[0]
         workdir = cluster.workdir or str(Path.cwd())
@@ -165,7 +165,7 @@ def _architecture(config: RunConfig) -> Architecture | None:
     if config.training.script is not None:
         return None
     try:
-        return architecture_of(config, hub_cache())
+        return architecture_of(config, huggingface_cache())
     except UserError:
         return None  # the ranks report it
 
@@ -178,7 +178,7 @@ class Hosts:
     """
 
     def __init__(
-        self, channels: Sequence[Channel], run: RunFacts, extent: Extent, print_line: PrintLine
+        self, channels: Sequence[Channel], run: CheckedRun, extent: Extent, print_line: PrintLine
     ) -> None:
         self.run, self.extent, self.print_line = run, extent, print_line
         self.findings: list[Finding] = []

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from isles.check.finding import Finding, exit_code, record, report_lines
 from isles.check.node import IDLE_S, answer
-from isles.check.plan import Extent, RunFacts
+from isles.check.plan import CheckedRun, Extent
 from isles.check.verb import check_hosts
 from isles.config.load import Loaded
 from isles.config.resolve import digest, load_resolved
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code(findings)
 
 
-def _run_facts(run_dir: RunDir) -> RunFacts:
+def _run_facts(run_dir: RunDir) -> CheckedRun:
     try:
         resolved = load_resolved(run_dir.resolved.read_text(encoding="utf-8"))
         text = run_dir.run_file.read_text(encoding="utf-8")
@@ -80,7 +80,7 @@ def _run_facts(run_dir: RunDir) -> RunFacts:
             where=f"host {socket.gethostname()}: {run_dir.path}",
             fix="set output_dir to a folder on a file system that every node has",
         ) from error
-    run = RunFacts.of(Loaded(resolved.config, resolved.origins, text, run_dir.run_file))
+    run = CheckedRun.of(Loaded(resolved.config, resolved.origins, text, run_dir.run_file))
     cluster = run.cluster.model_copy(update={"device": resolved.device})
     return replace(run, cluster=cluster, workdir=str(Path.cwd()))
 
@@ -97,7 +97,7 @@ def _address(master: str) -> tuple[str, int]:
 
 
 def _ask(
-    run: RunFacts, names: list[str], address: tuple[str, int], mark: str, timeout_s: float
+    run: CheckedRun, names: list[str], address: tuple[str, int], mark: str, timeout_s: float
 ) -> list[Finding]:
     # On the first node.
     own = open_channel(Shell(), python=sys.executable, module="isles.check.node", name=names[0])

@@ -28,7 +28,15 @@ from isles.check.checks.rows import LONGEST_S
 from isles.check.checks.versions import compare_versions, duplicates
 from isles.check.finding import Finding, exit_code, record, report_lines
 from isles.check.job import check_in_job
-from isles.check.plan import QUICK_S, Extent, Hosts, PrintLine, RunFacts, error_finding, findings_of
+from isles.check.plan import (
+    QUICK_S,
+    CheckedRun,
+    Extent,
+    Hosts,
+    PrintLine,
+    error_finding,
+    findings_of,
+)
 from isles.check.scheduler import queue_findings, ray_findings
 from isles.config.clusters import keys_of_cluster, named_cluster
 from isles.config.load import Loaded, load_run_file
@@ -93,7 +101,7 @@ def run_check(
     refuse_peers(loaded)
     codes, records = [], {}
     for index, cluster in enumerate(loaded.config.clusters):
-        own = RunFacts.of(named_cluster(loaded, cluster.name))
+        own = CheckedRun.of(named_cluster(loaded, cluster.name))
         code, text, records[cluster.name] = _check_one(own, extent, index)
         codes.append(code)
         if not extent.as_json:
@@ -104,9 +112,11 @@ def run_check(
     return max(codes)
 
 
-def _run_facts(loaded: Loaded | None, overrides: Sequence[str], hosts: tuple[str, ...]) -> RunFacts:
+def _run_facts(
+    loaded: Loaded | None, overrides: Sequence[str], hosts: tuple[str, ...]
+) -> CheckedRun:
     if loaded is not None:
-        run = RunFacts.of(loaded)
+        run = CheckedRun.of(loaded)
     elif overrides:
         raise UserError(
             f"{overrides[0]} changes a run file, and no run file was given",
@@ -115,7 +125,7 @@ def _run_facts(loaded: Loaded | None, overrides: Sequence[str], hosts: tuple[str
         )
     else:
         # Without a run file, only the home folders of the hosts are known.
-        run = RunFacts(ClusterConfig(), "~" if hosts else str(Path.cwd()))
+        run = CheckedRun(ClusterConfig(), "~" if hosts else str(Path.cwd()))
     if not hosts:
         return run
     twice = [host for i, host in enumerate(hosts) if host in hosts[:i]]
@@ -133,7 +143,7 @@ def _run_facts(loaded: Loaded | None, overrides: Sequence[str], hosts: tuple[str
     return replace(run, cluster=cluster)
 
 
-def _check_one(run: RunFacts, extent: Extent, index: int = 0) -> tuple[int, Text, dict[str, Any]]:
+def _check_one(run: CheckedRun, extent: Extent, index: int = 0) -> tuple[int, Text, dict[str, Any]]:
     begin = time.monotonic()
     is_terminal = sys.stdout.isatty() and not extent.as_json
 
@@ -149,7 +159,7 @@ def _check_one(run: RunFacts, extent: Extent, index: int = 0) -> tuple[int, Text
     return exit_code(findings), Text("\n").join(lines), record(findings, seconds=seconds)
 
 
-def _check_cluster(run: RunFacts, extent: Extent, print_line: PrintLine) -> Found:  # noqa: PLR0911  # one each
+def _check_cluster(run: CheckedRun, extent: Extent, print_line: PrintLine) -> Found:  # noqa: PLR0911  # one each
     if extent.in_job:
         print_line("waiting for nodes to check")
         return check_in_job(run, extent.timeout_s)
@@ -185,7 +195,7 @@ def _check_cluster(run: RunFacts, extent: Extent, print_line: PrintLine) -> Foun
             return _check_here(run, extent, print_line)
 
 
-def _check_here(run: RunFacts, extent: Extent, print_line: PrintLine) -> Found:
+def _check_here(run: CheckedRun, extent: Extent, print_line: PrintLine) -> Found:
     variables = run.cluster.environment.variables
     lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     name = socket.gethostname()
@@ -194,7 +204,7 @@ def _check_here(run: RunFacts, extent: Extent, print_line: PrintLine) -> Found:
 
 
 def _check_queue(
-    run: RunFacts,
+    run: CheckedRun,
     launcher: SlurmLauncherConfig | PbsLauncherConfig,
     extent: Extent,
     print_line: PrintLine,
@@ -215,7 +225,7 @@ def _check_queue(
 
 
 def _check_ray(
-    run: RunFacts, launcher: RayLauncherConfig, extent: Extent, print_line: PrintLine
+    run: CheckedRun, launcher: RayLauncherConfig, extent: Extent, print_line: PrintLine
 ) -> Found:
     # This machine submits, and shares files with the nodes. It cannot see the nodes.
     if launcher.login is not None:
@@ -229,7 +239,7 @@ def _check_ray(
         return [*findings, *_check_login(run, channels[0], extent)], [name]
 
 
-def _check_image(run: RunFacts, shell: Shell, name: str, extent: Extent) -> list[Finding]:
+def _check_image(run: CheckedRun, shell: Shell, name: str, extent: Extent) -> list[Finding]:
     # An image file runs on the submitting node too. The nodes of its jobs cannot be seen.
     container = _container(run)
     if container is None or not is_file_image(container["image"]):
@@ -252,7 +262,7 @@ def _check_image(run: RunFacts, shell: Shell, name: str, extent: Extent) -> list
 
 
 @contextmanager
-def _channels(run: RunFacts, shells: dict[str, Shell]) -> Iterator[Sequence[Channel]]:
+def _channels(run: CheckedRun, shells: dict[str, Shell]) -> Iterator[Sequence[Channel]]:
     first, *rest = setting_lines(run.cluster, run.workdir)
     # A missing folder is a finding, and does not end the check.
     lines = [first.replace("|| exit 1", "2>/dev/null || cd || exit 1"), *rest]
@@ -283,12 +293,12 @@ def _channel(
     )
 
 
-def _container(run: RunFacts) -> dict[str, Any] | None:
+def _container(run: CheckedRun) -> dict[str, Any] | None:
     return container_record(run.cluster, run.config, run.cluster.device)
 
 
 def check_hosts(
-    run: RunFacts, channels: Sequence[Channel], extent: Extent, print_line: PrintLine
+    run: CheckedRun, channels: Sequence[Channel], extent: Extent, print_line: PrintLine
 ) -> list[Finding]:
     """Check hosts and the links between them. For the arguments, see `Hosts`."""
     hosts = Hosts(channels, run, extent, print_line)
@@ -311,7 +321,7 @@ def check_hosts(
     between = hosts.check("topology", finding_id="gpu.links")
     machines = hosts.check("machine")
     files = hosts.check("files", finding_id="files.output")
-    repos = hosts.check("hub", finding_id="hub.access")
+    repos = hosts.check("huggingface", finding_id="huggingface.access")
     rows = _first_rows(hosts)
     hosts.findings += clock_skew(_clocks(hosts))
     hosts.findings += machines()
@@ -342,7 +352,7 @@ def check_hosts(
     return hosts.findings
 
 
-def _check_login(run: RunFacts, channel: Channel, extent: Extent) -> list[Finding]:
+def _check_login(run: CheckedRun, channel: Channel, extent: Extent) -> list[Finding]:
     # The submitting node: check its versions, and the files that the nodes of the job share. The
     # job has other memory and GPUs.
     hosts = Hosts([channel], run, extent, lambda _: None)
@@ -354,7 +364,7 @@ def _check_login(run: RunFacts, channel: Channel, extent: Extent) -> list[Findin
             own["missing"] = []  # the image has the packages for training
     hosts.nproc = {channel.name: 1}
     files = hosts.check("files", finding_id="files.output")
-    repos = hosts.check("hub", finding_id="hub.access")
+    repos = hosts.check("huggingface", finding_id="huggingface.access")
     rows = _first_rows(hosts)
     hosts.findings += joined(repos())
     hosts.findings += files()

@@ -3,5 +3,5 @@
 `save.py` writes a folder under a temporary name, hashes it, reads it back and renames it. It also
 decides when to save and what to keep. `load.py` finds the newest intact checkpoint and copies it to
 nodes with separate disks. `export.py` makes the folder that `from_pretrained` loads, with a model
-card from `card.py`. `hub.py` uploads the folder. Open `save.py` first.
+card from `card.py`. `upload.py` uploads the folder. Open `save.py` first.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from isles.config.files import may_be_hub_id
+from isles.config.files import may_be_huggingface_id
 from isles.config.resolve import Resolved
 from isles.config.sections.data import SourceConfig
 from isles.config.sections.run import RunConfig
@@ -69,7 +69,9 @@ def _front_matter(config: RunConfig, kind: ExportKind, tokenizer: Any) -> str:
     tags += ["dpo"] if config.training.method == "dpo" else []
     tags += ["conversational"] if _is_chat(tokenizer) else []
     paths = (source.path for source in config.data.sources)
-    datasets = dict.fromkeys(path for path in paths if path is not None and _is_on_hub(path))
+    datasets = dict.fromkeys(
+        path for path in paths if path is not None and _is_on_huggingface(path)
+    )
     data = ModelCardData(
         library_name="peft" if kind == "adapter" else "transformers",
         pipeline_tag="text-generation",
@@ -166,7 +168,7 @@ def _number(row: dict[str, Any], key: str, digits: int) -> str | None:
 def _source(source: SourceConfig) -> str:
     if source.path is None:
         return "fake token ids" if source.type == "fake" else f"type {source.type}"
-    on_hub = _is_on_hub(source.path)
+    on_hub = _is_on_huggingface(source.path)
     name = f"[{source.path}](https://huggingface.co/datasets/{source.path})"
     parts = [name if on_hub else f"`{Path(source.path).name}`", f"type {source.type}"]
     if on_hub:
@@ -183,13 +185,13 @@ def _is_chat(tokenizer: Any) -> bool:
 def _base_repo(config: RunConfig) -> str | None:
     # The Hugging Face repository of the run's first weights, if there is one.
     name = config.model.name_or_path
-    return name if config.model.init != "scratch" and _is_on_hub(name) else None
+    return name if config.model.init != "scratch" and _is_on_huggingface(name) else None
 
 
 def _is_local(name: str) -> bool:
     return Path(name).expanduser().exists()
 
 
-def _is_on_hub(name: str) -> bool:
+def _is_on_huggingface(name: str) -> bool:
     # A name without a slash may also be a file or a shape.
-    return name.count("/") == 1 and may_be_hub_id(name) and not _is_local(name)
+    return name.count("/") == 1 and may_be_huggingface_id(name) and not _is_local(name)

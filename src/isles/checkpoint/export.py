@@ -385,7 +385,7 @@ def _write_verified(read: Callable[[], dict[str, Tensor]], file: Path) -> list[s
 
 
 def _read_as_saved(checkpoint: Path, model: Any, names: dict[str, Tensor]) -> dict[str, Tensor]:
-    # By the names of the Hugging Face hub, which every version of transformers reads: one tensor
+    # By the names of the Hugging Face Hub, which every version of transformers reads: one tensor
     # for each expert, where the model holds the experts of a layer in one tensor.
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -40,9 +40,9 @@ from torch.futures import Future
 
 from isles.errors import TrainingError, UserError
 from isles.facts.units import format_bytes
-from isles.run.index import INDEX, Entry, Index, IndexFault, Piece, index_text, read_index
+from isles.run.index import INDEX, Index, IndexFault, Piece, SavedTensor, index_text, read_index
 from isles.run.manifest import MANIFEST, is_count
-from isles.run.pickled import Made, PickleFault, read_pickle
+from isles.run.pickled import PickledInstance, PickleFault, read_pickle
 from isles.run.records import used_up
 
 _FULL_BYTES = 1 << 20
@@ -104,7 +104,7 @@ class TensorWriter(StorageWriter):
                 Piece(tuple(chunk.offsets), tuple(chunk.sizes), *places[name, chunk.offsets])
                 for chunk in entry.chunks
             )
-            tensors[name] = Entry(_name_of(entry.properties.dtype), tuple(entry.size), pieces)
+            tensors[name] = SavedTensor(_name_of(entry.properties.dtype), tuple(entry.size), pieces)
         (self._folder / INDEX).write_text(index_text(tensors), encoding="utf-8")
 
     @classmethod
@@ -118,7 +118,7 @@ class TensorReader(StorageReader):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._index: Index | None = None
-        self._pieces: dict[tuple[str, tuple[int, ...]], tuple[Entry, Piece]] = {}
+        self._pieces: dict[tuple[str, tuple[int, ...]], tuple[SavedTensor, Piece]] = {}
 
     def index(self) -> Index:
         """The tensors that the checkpoint has.
@@ -168,7 +168,7 @@ class TensorReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        files: dict[str, list[tuple[ReadItem, Entry, Piece]]] = {}
+        files: dict[str, list[tuple[ReadItem, SavedTensor, Piece]]] = {}
         for item in plan.items:
             offset = item.storage_index.offset
             assert offset is not None, item.storage_index
@@ -185,7 +185,7 @@ class TensorReader(StorageReader):
         return future
 
     def _read(
-        self, stream: BinaryIO, entry: Entry, piece: Piece, item: ReadItem, goal: Tensor
+        self, stream: BinaryIO, entry: SavedTensor, piece: Piece, item: ReadItem, goal: Tensor
     ) -> None:
         is_whole = tuple(item.lengths) == piece.sizes
         if self.index().is_old:
@@ -216,7 +216,7 @@ class TensorPlanner(DefaultLoadPlanner):
 
 
 def converts(saved: str, dtype: torch.dtype) -> bool:
-    """Whether numbers of an index's type may fill a tensor of another type.
+    """True if numbers of an index's type may fill a tensor of another type.
 
     Strategies keep weights, moments and counters in different widths, and each resumes the
     checkpoints of the others. A conversion between kinds would change the numbers silently.
@@ -229,7 +229,7 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dtype_of(entry: Entry) -> torch.dtype:
+def _dtype_of(entry: SavedTensor) -> torch.dtype:
     found = getattr(torch, entry.dtype)  # one of ITEM_BYTES
     assert isinstance(found, torch.dtype)
     return found
@@ -241,7 +241,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(numbers)
 
 
-def _takes_bytes(goal: Tensor, entry: Entry) -> bool:
+def _takes_bytes(goal: Tensor, entry: SavedTensor) -> bool:
     return goal.device.type == "cpu" and goal.is_contiguous() and goal.dtype == _dtype_of(entry)
 
 
@@ -252,7 +252,7 @@ def _fill(tensor: Tensor, stream: BinaryIO, start: int) -> None:
         raise OSError(None, "a file of the checkpoint ends too early")
 
 
-def _unpacked(stream: BinaryIO, entry: Entry, piece: Piece) -> Tensor:
+def _unpacked(stream: BinaryIO, entry: SavedTensor, piece: Piece) -> Tensor:
     # A piece of isles 0.1.0 is an archive of the numbers and of a pickle with their layout. The
     # layout must match the index, and only the numbers are used.
     try:
@@ -269,7 +269,7 @@ def _unpacked(stream: BinaryIO, entry: Entry, piece: Piece) -> Tensor:
         ) from error
 
 
-def _from_archive(stream: BinaryIO, entry: Entry, piece: Piece) -> Tensor:
+def _from_archive(stream: BinaryIO, entry: SavedTensor, piece: Piece) -> Tensor:
     window = _Window(stream, piece)
     with zipfile.ZipFile(window) as archive:
         found = {info.filename.partition("/")[2]: info for info in archive.infolist()}
@@ -278,7 +278,9 @@ def _from_archive(stream: BinaryIO, entry: Entry, piece: Piece) -> Tensor:
             if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
                 raise ValueError(info.filename)
         built = read_pickle(archive.read(program))
-    if not isinstance(built, Made) or not built.name.startswith("torch._utils._rebuild_tensor_"):
+    if not isinstance(built, PickledInstance) or not built.name.startswith(
+        "torch._utils._rebuild_tensor_"
+    ):
         raise TypeError(built)
     storage, offset, sizes, strides = built.args[:4]
     if storage.name != "storage" or storage.args[2] != "0" or sizes != piece.sizes:

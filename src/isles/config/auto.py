@@ -18,7 +18,7 @@ them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class Resources:
     """Resources of the machines of a run.
 
     `memory_bytes` is the memory of the rank with the least. The link, between all ranks, is None if
@@ -46,7 +46,7 @@ def needed_bytes(
     model: Architecture,
     config: RunConfig,
     strategy: DDPStrategyConfig | FSDPStrategyConfig,
-    machine: Machine,
+    machine: Resources,
 ) -> int:
     """Memory of a rank under a strategy, with micro-batches of one sequence."""
     layout = make_layout(strategy, machine.world_size, local_world_size=machine.local_world_size)
@@ -56,7 +56,7 @@ def needed_bytes(
 
 
 def choose_strategy(
-    model: Architecture, config: RunConfig, machine: Machine
+    model: Architecture, config: RunConfig, machine: Resources
 ) -> tuple[DDPStrategyConfig | FSDPStrategyConfig, str]:
     """The strategy with the least communication that fits, and the reason in one line.
 

@@ -130,12 +130,12 @@ def shared_text(config: RunConfig) -> str:
 
 
 def is_place(key: str) -> bool:
-    """Whether a key is a place to read from: a path, or an id at Hugging Face."""
+    """True if a key is a place to read from: a path, or an id at Hugging Face."""
     return _PATHS.fullmatch(key) is not None
 
 
 def leads_outside(key: str, value: object) -> bool:
-    """Whether a place from another cluster is outside of the folder of the run.
+    """True if a place from another cluster is outside of the folder of the run.
 
     Addresses of any kind are outside, as isles opens them with this machine's credentials. Hidden
     files are outside too, as they hold keys.

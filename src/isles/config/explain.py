@@ -158,7 +158,7 @@ class _WrongValue:
             return self._is(", with a control character", "delete the character")
         if "string_pattern_mismatch" in self.errors and not keys.is_own_text(node):
             what, fix = ", not the name of a repository", f"use {allowed}"
-            if "hub-id" not in own_types:
+            if "huggingface-id" not in own_types:
                 better = "-".join(re.findall(r"[A-Za-z0-9._]+", str(value))).lstrip("._-")[:63]
                 what, fix = ", not a valid folder name", f"{fix}, such as {better or 'run'}"
             return self._is(what, fix)

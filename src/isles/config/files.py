@@ -45,16 +45,16 @@ _MOST_NAMES = 5_000_000
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def shape_issues(loaded: Loaded, hub_cache: Path) -> list[ConfigError]:
+def shape_issues(loaded: Loaded, huggingface_cache: Path) -> list[ConfigError]:
     """Every broken rule between the run file and the model's shape. See `find_shape`."""
     try:
-        shape = find_shape(loaded.config.model, hub_cache)
+        shape = find_shape(loaded.config.model, huggingface_cache)
     except ConfigError as error:
         return [error]
     return loaded.errors(check_shape(loaded.config, shape)) if shape is not None else []
 
 
-def find_shape(model: ModelConfig, hub_cache: Path) -> dict[str, Any] | None:
+def find_shape(model: ModelConfig, huggingface_cache: Path) -> dict[str, Any] | None:
     """The model's Hugging Face config, if it is on this machine: shipped, in a folder, or
     downloaded.
 
@@ -71,7 +71,7 @@ def find_shape(model: ModelConfig, hub_cache: Path) -> dict[str, Any] | None:
         elif path.is_file():
             file = path
         else:
-            cached = hub_cache / f"models--{name.replace('/', '--')}"
+            cached = huggingface_cache / f"models--{name.replace('/', '--')}"
             commit = (cached / "refs" / "main").read_text(encoding="utf-8").strip()
             file = cached / "snapshots" / commit / "config.json"
         return model_config(file)
@@ -141,7 +141,7 @@ def _missing_source(source: SourceConfig) -> tuple[str, str] | None:
         return _odd_file(path)
     if glob.has_magic(name):
         return f"no file in {Path.cwd()} matches the glob {name}", GLOB_FIX
-    if may_be_hub_id(name):
+    if may_be_huggingface_id(name):
         return None
     return f"file not found: {path.absolute()}", how_to_find(path)
 
@@ -264,8 +264,8 @@ def _exists(path: Path) -> bool:
         return True  # the rank that reads it says more
 
 
-def may_be_hub_id(name: str) -> bool:
-    """Whether a source may be a dataset at Hugging Face, by its name."""
+def may_be_huggingface_id(name: str) -> bool:
+    """True if a source may be a dataset at Hugging Face, by its name."""
     ending = ending_of(name)
     if not _HUB_ID.fullmatch(name) or ending.format or ending.packing:
         return False

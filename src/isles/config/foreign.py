@@ -186,7 +186,7 @@ def unchanging(folder: Path, names: Iterable[str] = ()) -> Iterator[Path]:
 
 
 def is_open_to_others(folder: Path) -> bool:
-    """Whether a user other than this one and root can replace the folder, or a file in it."""
+    """True if a user other than this one and root can replace the folder, or a file in it."""
     absolute = folder.absolute()
     for place in (absolute, folder.resolve()):
         for above in (place, *place.parents):
@@ -234,12 +234,12 @@ def folder_below(root: Path, parts: Iterable[str], *, make: bool = False) -> Ite
 
 
 def is_plain(name: object) -> TypeGuard[str]:
-    """Whether `name` is a file name without folders, blanks and control characters."""
+    """True if `name` is a file name without folders, blanks and control characters."""
     return isinstance(name, str) and bool(_PLAIN_NAME.fullmatch(name)) and name not in (".", "..")
 
 
 def names_code(folder: Path) -> bool:
-    """Whether a tokenizer's folder has Python code, or a JSON file that names code (`auto_map`)."""
+    """True if a tokenizer's folder has Python code, or a JSON file that names code (`auto_map`)."""
     for path in sorted(folder.glob("*")):
         if path.suffix == ".json":
             with suppress(OSError, ValueError):  # the code that loads it reports why it fails

@@ -22,6 +22,8 @@ from isles.config.yaml import KeyPath, dotted, is_leaf, parse_yaml, scalar_text,
 _OUTER = "outer"
 """A section whose keys, such as lr, are mostly meant for the inner steps if given without it."""
 _MESH_KEYS = ("tp_size", "cp_size", "pp_size", "pp_schedule", "cp_method")
+_RENAMED = {"flavour": "flavor"}
+"""Keys of earlier versions, with their present names in the same section."""
 _NOT_WITH_DEEPSPEED = (
     ". isles does not combine DeepSpeed's ZeRO with tensor, context or pipeline parallelism. "
     "fsdp shards like ZeRO-3, and works with all three"
@@ -141,7 +143,7 @@ def find_alias(path: Sequence[str | int]) -> Alias | None:
 
 def unknown_key(path: KeyPath, value: object, file: type[BaseModel] = RunConfig) -> list[Issue]:
     """Issues of an unknown key, and of keys of other tools below it."""
-    fix, meant, tools = next(_guesses(path, file))
+    fix, meant, tools = _renamed(path, file) or next(_guesses(path, file))
     *others, last = tools or ("",)
     origin = f", a name from {', '.join(others)}{' and ' if others else ''}{last}" if tools else ""
     shown = f" (value {quote(value)})" if is_leaf(value) else ""
@@ -152,6 +154,12 @@ def unknown_key(path: KeyPath, value: object, file: type[BaseModel] = RunConfig)
             if find_alias((*path, str(inner))) is not None:
                 issues += unknown_key((*path, str(inner)), inner_value)
     return issues
+
+
+def _renamed(path: KeyPath, file: type[BaseModel]) -> _Guess | None:
+    old = _normal(str(path[-1]))
+    new = (*path[:-1], _RENAMED.get(old, ""))
+    return (f"{old} is called {new[-1]}", (dotted(new),), ()) if keys.schema_at(new, file) else None
 
 
 def _guesses(path: KeyPath, file: type[BaseModel] = RunConfig) -> Iterator[_Guess]:

@@ -69,7 +69,7 @@ def named(node: Schema) -> Schema | None:
 
 
 def is_text_as_typed(path: tuple[str | int, ...]) -> bool:
-    """Whether a key is an environment variable, whose value is text: `0010` stays `0010`.
+    """True if a key is an environment variable, whose value is text: `0010` stays `0010`.
 
     For `config/yaml.py`: YAML would read such values as numbers and booleans.
     """
@@ -119,12 +119,12 @@ def all_paths(file: type[BaseModel] = RunConfig) -> tuple[tuple[str | int, ...],
 
 
 def own_types(node: Schema) -> set[str]:
-    """Types of isles that a key accepts: `duration`, `hub-id`, `one-line` and others."""
+    """Types of isles that a key accepts: `duration`, `huggingface-id`, `one-line` and others."""
     return {option["x-isles-type"] for option in _options(node) if "x-isles-type" in option}
 
 
 def is_own_text(node: Schema) -> bool:
-    """Whether a key holds a type with one notation, such as a rate or an address."""
+    """True if a key holds a type with one notation, such as a rate or an address."""
     return not own_types(node).isdisjoint(_OWN_TEXTS)
 
 
@@ -218,7 +218,7 @@ _OWN_TYPES = {
     "one-line": "text on one line",
     "interface": "a network interface such as eth0",
     "login": "an ssh destination such as me@big-box",
-    "hub-id": "owner/name",
+    "huggingface-id": "owner/name",
     "rate": "bytes per second, such as 500kB or 20MB",
     "line": "a rate with its unit, such as 100Mbit/s or 12MB/s",
     "count": "a number such as 7000000000 or 7B",

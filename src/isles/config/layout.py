@@ -1,4 +1,4 @@
-"""Which rank does what: data, tensor, context and pipeline parallel on one grid of ranks."""
+"""The grid of ranks: the data, tensor, context and pipeline parallel part of each rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Strategy = AutoStrategy | DDPStrategyConfig | FSDPStrategyConfig | DeepSpeedStra
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MeshCoordinates:
     """Place of a rank on each axis of the grid."""
 
     pp: int
@@ -52,15 +52,15 @@ class Layout:
         """Ranks that read different data."""
         return self.replicate * self.dp_shard
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> MeshCoordinates:
         rank, tp = divmod(rank, self.tp)
         rank, cp = divmod(rank, self.cp)
         rank, dp_shard = divmod(rank, self.dp_shard)
         pp, replicate = divmod(rank, self.replicate)
-        return Place(pp, replicate, dp_shard, cp, tp)
+        return MeshCoordinates(pp, replicate, dp_shard, cp, tp)
 
     def dp_rank(self, rank: int) -> int:
-        """Which part of the data a rank reads; ranks with the same number read the same rows."""
+        """The data part of a rank. Ranks with the same number read the same rows."""
         place = self.place(rank)
         return place.replicate * self.dp_shard + place.dp_shard
 

@@ -21,8 +21,8 @@ from isles.config.sections.strategy import (
 )
 from isles.errors import UserError
 from isles.facts.memory.architecture import Architecture, UnknownShapeError
-from isles.facts.memory.setting import Holding, Setting, state_bytes
-from isles.facts.memory.step import Count, Memory, memory_of
+from isles.facts.memory.setting import Holding, MemorySettings, state_bytes
+from isles.facts.memory.step import Count, StepMemory, memory_of
 
 _NF4_BITS = 4.5
 """Bits of a 4-bit number, with an fp32 constant for every 64 numbers."""
@@ -34,13 +34,13 @@ Source: Dettmers et al. 2023 (arXiv:2305.14314), section 3.
 """
 
 
-def architecture_of(config: RunConfig, hub_cache: Path) -> Architecture | None:
+def architecture_of(config: RunConfig, huggingface_cache: Path) -> Architecture | None:
     """The run's model by its config.json, or None if the file is not on this machine.
 
     Raises:
         UserError: the config.json lacks a size of the model.
     """
-    shape = find_shape(config.model, hub_cache)
+    shape = find_shape(config.model, huggingface_cache)
     return None if shape is None else architecture(config, shape)
 
 
@@ -57,7 +57,9 @@ def architecture(config: RunConfig, shape: dict[str, Any]) -> Architecture:
         ) from error
 
 
-def setting_of(config: RunConfig, layout: Layout, *, rows: int, micro_batches: int) -> Setting:
+def setting_of(
+    config: RunConfig, layout: Layout, *, rows: int, micro_batches: int
+) -> MemorySettings:
     """The inputs of a step's memory.
 
     Args:
@@ -74,7 +76,7 @@ def setting_of(config: RunConfig, layout: Layout, *, rows: int, micro_batches: i
     block_bits = 0.0
     if adapter.type == "qlora":
         block_bits = _NF4_DOUBLE_BITS if adapter.bnb_4bit_use_double_quant else _NF4_BITS
-    return Setting(
+    return MemorySettings(
         precision=training.precision,
         optimizer=training.optimizer,
         rows=rows * per_sample,
@@ -250,7 +252,7 @@ def step_memory(
     *,
     rows: int,
     micro_batches: int = 2,
-) -> Memory:
+) -> StepMemory:
     """The memory of a rank in a step, for plan, check and the start of a run.
 
     Args:

@@ -159,7 +159,7 @@ def changed_length(old: RunConfig, new: RunConfig, done: Mapping[str, Any]) -> l
 
 
 def has_more_to_do(config: RunConfig, done: Mapping[str, Any]) -> bool:
-    """Whether a run with this progress would continue to train under this run file."""
+    """True if a run with this progress would continue to train under this run file."""
     return (_left(config.training, done) or 0) > 0
 
 

@@ -425,7 +425,7 @@ def scalar_text(value: object) -> str:
 
 
 def is_leaf(value: object) -> bool:
-    """Whether a value fits one line: a scalar, or a list of scalars."""
+    """True if a value fits one line: a scalar, or a list of scalars."""
     if isinstance(value, list | tuple):
         return not any(isinstance(item, Mapping | list | tuple) for item in value)
     return not isinstance(value, Mapping)

@@ -50,7 +50,7 @@ class Numbering(Protocol):
     """The samples of a cluster that shares them with other clusters. Any thread may call it."""
 
     def covers(self, first: int, count: int) -> bool:
-        """Whether these indices are known yet."""
+        """True if these indices are known."""
         ...
 
     def numbers(self, first: int, count: int) -> Int64Array:
@@ -91,6 +91,7 @@ class Loader:
         self.split = split
         self._dp_rank = dp_rank
         self._device = device
+        # One thread keeps the order of steps, because a stream is read only forward.
         self._executor = ThreadPoolExecutor(1, "data", _use_device, (device,))
         self._ahead: tuple[int, Future[StepData]] | None = None
         self._asked = -1
@@ -233,6 +234,7 @@ def _on_host(
     )
     assert input_ids_BT is not None and targets_BT is not None
     # If no row or every row is trained, no choice is needed.
+    # Computed on the CPU: on a GPU, `nonzero` makes the host wait.
     places_N = (targets_BT.flatten() != IGNORE_INDEX).nonzero().flatten()
     chooses = 0 < len(places_N) < targets_BT.numel()
     tensors = {
@@ -264,6 +266,7 @@ def _to_device(batch: Batch, device: torch.device) -> Batch:
     if device.type == "cpu":
         return batch
     moved: dict[str, Any] = {
+        # From pinned memory, so the host does not wait for the copy.
         field.name: value.to(device, non_blocking=True)
         for field in fields(batch)
         if isinstance(value := getattr(batch, field.name), Tensor)
@@ -271,6 +274,7 @@ def _to_device(batch: Batch, device: torch.device) -> Batch:
     return replace(batch, **moved)
 
 
+# All steps with one split have the same sizes.
 @functools.lru_cache(maxsize=4)
 def _micro_batch_sizes(split: RowSplit) -> Int64Array:
     # The sums of all ranks, in the order of the samples, without ranks that have no samples.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from isles.config.files import may_be_hub_id
+from isles.config.files import may_be_huggingface_id
 from isles.config.sections.data import DataConfig, SourceConfig
 from isles.data.builders import Ranges, make_table, split_store
 from isles.data.order import Float32Array, Int64Array, SampleOrder
@@ -84,7 +84,7 @@ class Dataset:
         """1, or 2 for pairs (the chosen answer first)."""
         assert {part.rows_per_sample for part in self.parts} == {self.rows_per_sample}
         self.isolates = any(part.isolates for part in self.parts)
-        """Whether any source isolates the documents that share a row."""
+        """True if any source isolates the documents that share a row."""
         self.reference: Float32Array | None = None
         """Scores of the two answers of each pair before training, [num_samples, 2]."""
         sizes = np.array([part.num_samples for part in self.parts], dtype=np.int64)
@@ -285,7 +285,7 @@ def _make_parts(
             encoder = Encoder(source, tokenizer)
             limit = data.max_bad_fraction
             # This may be a download of hours, which has its own timeouts.
-            is_far = source.path is not None and may_be_hub_id(source.path)
+            is_far = source.path is not None and may_be_huggingface_id(source.path)
             with reporting(report, f"opening {source.path}") if is_far else nullcontext():
                 rows = open_rows()
             return prepare(rows, encoder, cache_dir, progress=report, max_bad_fraction=limit)

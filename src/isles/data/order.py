@@ -175,6 +175,7 @@ class SampleOrder:
         ends = np.cumsum(self._slots)
         chosen = permute(np.arange(PERIOD), PERIOD, key_from(self._seed, 2, period))
         sources = np.searchsorted(ends, chosen, side="right").astype(np.int64)
+        # Stable: `ranks` counts the earlier places of the same source.
         by_source = np.argsort(sources, kind="stable")
         ranks = np.empty(PERIOD, dtype=np.int64)
         ranks[by_source] = np.arange(PERIOD) - np.repeat(ends - self._slots, self._slots)

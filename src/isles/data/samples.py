@@ -63,7 +63,7 @@ class Samples(ABC):
     rows_per_sample = 1
     """1, or 2 for pairs (the chosen answer first)."""
     isolates = False
-    """Whether documents that share a row are isolated."""
+    """True if documents that share a row are isolated."""
 
     @property
     @abstractmethod

@@ -24,14 +24,14 @@ SHOWN_TOKENS = 600
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Neighbouring tokens of a document as text; either all of them are trained or none."""
+    """Neighboring tokens of a document as text; either all of them are trained or none."""
 
     text: str
     is_trained: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ShownDocument:
     """One document for display, and the number of tokens omitted at its end."""
 
     title: str
@@ -108,7 +108,7 @@ def figures_of(data: DataConfig, source: SourceConfig, store: TokenStore) -> Fig
 
 def shown_documents(
     store: TokenStore, decode: Callable[[list[int]], str], seq_length: int, num_samples: int
-) -> Iterator[Shown]:
+) -> Iterator[ShownDocument]:
     """Documents from the whole store, with special tokens written out. A pair gives both
     documents."""
     each = 2 if store.kind == "preference" else 1
@@ -134,13 +134,13 @@ def shown_document(
     trained: npt.NDArray[np.bool_ | np.uint8] | None,
     decode: Callable[[list[int]], str],
     seq_length: int,
-) -> Shown:
+) -> ShownDocument:
     """One document with its trained tokens."""
     mask = np.ones(len(ids), dtype=np.bool_) if trained is None else trained.astype(np.bool_)
     title = f"{name}: {len(ids)} tokens, {int(mask.sum())} trained"
     if trained is not None and len(ids) > seq_length + 1:  # text is cut into several samples
         title += f", longer than seq_length {seq_length}"
-    return Shown(
+    return ShownDocument(
         title,
         _stretches(ids[:SHOWN_TOKENS], mask[:SHOWN_TOKENS], decode),
         max(len(ids) - SHOWN_TOKENS, 0),

@@ -87,7 +87,7 @@ def cu_seqlens(position_ids_BT: Tensor) -> Tensor:
 
 
 def attends_plainly(config: Any) -> bool:
-    """Whether every layer of a Hugging Face model attends to all earlier tokens, by its config."""
+    """True if every layer of a Hugging Face model attends to all earlier tokens, by its config."""
     text = config.get_text_config()  # for multimodal models, the text part
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     return kinds == {"full_attention"} and not getattr(text, "sliding_window", None)

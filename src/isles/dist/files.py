@@ -214,6 +214,8 @@ def _send(
             works: list[dist.Work | None] = []
             if sends:
                 end.guard(end.read, piece)
+                # To all receivers at once. `piece` is reused, so the loop waits before it reads the
+                # next one.
                 works = [dist.isend(piece, taker, group) for taker in transfer.takers]
             elif takes:
                 works = [dist.irecv(piece, transfer.sender, group)]

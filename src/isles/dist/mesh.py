@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from isles.config.layout import Layout, Place
+from isles.config.layout import Layout, MeshCoordinates
 from isles.dist.world import World
 
 
@@ -26,7 +26,7 @@ class Mesh:
     """
 
     layout: Layout
-    place: Place
+    place: MeshCoordinates
     root: DeviceMesh | None
     cp_group: dist.ProcessGroup | None
 

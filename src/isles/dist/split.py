@@ -43,6 +43,7 @@ class RowSplit:
         if num_rows == whole:
             return self
         ends = itertools.accumulate(self.rows, initial=0)
+        # Whole numbers, so that all ranks compute the same edges.
         edges = [end * num_rows // whole for end in ends]
         rows = tuple(end - start for start, end in itertools.pairwise(edges))
         return RowSplit(rows, self.micro_batch_sizes, self.in_step)
@@ -57,6 +58,7 @@ class RowSplit:
             least, larger = divmod(rows, steps)
             return (least + 1,) * larger + (least,) * (steps - larger)
         whole, rest = divmod(rows, size)
+        # A rank without rows makes one empty micro-step, because the reduction needs every rank.
         return (size,) * whole + ((rest,) if rest or not whole else ())
 
 
@@ -82,6 +84,7 @@ def shared_split(
         limits: largest micro-batch of each data-parallel rank, in rows.
         in_step: see `RowSplit`.
     """
+    # Exact, so that equal shares stay equal, and all ranks round alike.
     exact = [Fraction(share) for share in shares]
     wanted = [global_batch_size * share / sum(exact) for share in exact]
     rows = [int(number) for number in wanted]

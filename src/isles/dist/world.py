@@ -52,7 +52,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which writes the records."""
+        """True if this is rank 0, which writes the records."""
         return self.rank == 0
 
     @property
@@ -113,7 +113,7 @@ class RankLocation:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank acts for its node."""
+        """True if this rank acts for its node."""
         return self.rank == self.leader
 
     def __str__(self) -> str:
@@ -277,6 +277,7 @@ def join_world(
         )
         control = dist.new_group(backend="gloo", timeout=timeout)
         patient = timedelta(seconds=max(timeout_s, work_timeout_s or 0.0))
+        # Messages of one group have one order, so the thread that saves needs a group for itself.
         saving = dist.new_group(backend="gloo", timeout=patient)
         work = dist.new_group(backend="gloo", timeout=patient)
     except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
@@ -308,7 +309,7 @@ def leave_world() -> None:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Whether an error only reports that another rank was lost: a consequence, not a cause."""
+    """True if an error only reports that another rank was lost: a consequence, not a cause."""
     if isinstance(error, CommunicationError | dist.DistBackendError | dist.DistNetworkError):
         return True
     text = str(error)

@@ -115,7 +115,7 @@ _COMMIT = re.compile(r"(?i)commit|revision|sha|snapshots/|refs|git|@$")
 
 
 def may_be_secret(name: str) -> bool:
-    """Whether a variable or key of this name may hold a secret, even if it rarely does."""
+    """True if a variable or key of this name may hold a secret, even if it rarely does."""
     return re.fullmatch(_NAME, name) is not None
 
 
@@ -455,7 +455,7 @@ def secrets_in(text: str) -> Iterator[tuple[int, int]]:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether the value of a secret name is a secret. The name ends with its `=` or `:`."""
+    """True if the value of a secret name is a secret. The name ends with its `=` or `:`."""
     inner = value.strip("\\\"'")
     if inner.lower() in _NOTHING or inner[:1] in ("<", "[", "{", ")", "…") or _PATH.match(inner):
         return False

@@ -15,6 +15,13 @@ _EXIT_CODE = re.compile(r"^\| (\d+) \| (.+?) \| (.+?) \|$", re.M)
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 _CODE = re.compile(r"`[^`]*`")
 _ID_WIDTH = 22
+
+RENAMED = {
+    "hub.access": "huggingface.access",
+    "hub.licence": "huggingface.license",
+    "hub.upload": "huggingface.upload",
+}
+"""Ids of earlier versions, with their present names."""
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 
 

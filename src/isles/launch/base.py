@@ -17,7 +17,7 @@ from isles.errors import ConfigError, ConfigErrors
 from isles.launch.container.enter import container_record
 from isles.launch.gpus import find_gpus
 from isles.launch.worker import require_train
-from isles.run.env import hub_cache
+from isles.run.env import huggingface_cache
 from isles.run.nodes import Fleet, FleetNode
 from isles.run.packages import require_packages
 from isles.run.paths import Attempt, RunDir
@@ -88,7 +88,7 @@ def resolve_checked(
     Raises:
         ConfigErrors: every issue.
     """
-    issues = [*shape_issues(loaded, hub_cache()), *deepspeed_issues(loaded)]
+    issues = [*shape_issues(loaded, huggingface_cache()), *deepspeed_issues(loaded)]
     if needs_data:
         issues += data_issues(loaded)
     try:

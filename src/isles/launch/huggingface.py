@@ -14,12 +14,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from isles.config.files import BUILT_IN, may_be_hub_id
+from isles.config.files import BUILT_IN, may_be_huggingface_id
 from isles.config.load import Loaded
 from isles.config.sections.run import RunConfig
 from isles.errors import ConfigError
 from isles.facts.models import shape_names
-from isles.run.env import datasets_cache, hub_cache, inherited
+from isles.run.env import datasets_cache, huggingface_cache, inherited
 
 _REQUEST_S = 5.0
 
@@ -35,7 +35,7 @@ def huggingface_repos(config: RunConfig) -> dict[tuple[str, str], str]:
     """
 
     def is_elsewhere(name: str) -> bool:
-        return may_be_hub_id(name) and not Path(name).expanduser().exists()
+        return may_be_huggingface_id(name) and not Path(name).expanduser().exists()
 
     found: dict[tuple[str, str], str] = {}
     for key, section in (("model", config.model), ("tokenizer", config.tokenizer)):
@@ -87,13 +87,13 @@ def huggingface_issues(loaded: Loaded) -> list[ConfigError]:
 
 
 def ask_huggingface(repos: Iterable[Sequence[str]]) -> list[dict[str, str]]:
-    """Whether this machine can read repositories of the Hugging Face Hub.
+    """Access of this machine to repositories of the Hugging Face Hub.
 
     Args:
         repos: pairs of kind (model or dataset) and id.
 
     Returns:
-        For each its kind and name, a state (ok, cached, licence, missing, unreachable, failing,
+        For each its kind and name, a state (ok, cached, license, missing, unreachable, failing,
         offline, unknown), the answer of the Hugging Face Hub, and the page to visit.
     """
     answers: list[dict[str, str]] = []
@@ -119,34 +119,34 @@ def huggingface_issue(row: dict[str, str]) -> tuple[str, str, str]:
 
 
 _WORDS = {
-    "licence": (
-        "hub.licence",
+    "license": (
+        "huggingface.license",
         "{what} requires a license that this account has not accepted ({answer})",
         "visit https://{page}, accept the license, and log in on this machine with hf auth login",
     ),
     "missing": (
-        "hub.access",
+        "huggingface.access",
         "{what} does not exist on Hugging Face, or is private ({answer})",
         "correct the name; write ./ before the name of a folder; for a private one, run hf auth "
         "login",
     ),
     "offline": (
-        "hub.access",
+        "huggingface.access",
         "{what} is not on this machine, and {answer}",
         "unset HF_HUB_OFFLINE, or download it first with {fetch}",
     ),
     "unknown": (
-        "hub.access",
+        "huggingface.access",
         "could not query {what}: {answer}",
         "run isles setup run.yaml, which installs the packages for training",
     ),
     "failing": (
-        "hub.access",
+        "huggingface.access",
         "Hugging Face returned an error for {what}: {answer}",
         "try again later, or download it on another machine with {fetch}",
     ),
     "unreachable": (
-        "hub.access",
+        "huggingface.access",
         "cannot reach Hugging Face for {what}: {answer}",
         "write ./ before the name of a folder or file; otherwise set a proxy (HTTPS_PROXY in "
         "clusters.0.environment.variables), or run {fetch} on a machine with internet access and "
@@ -170,7 +170,7 @@ def _ask(kind: str, name: str) -> tuple[str, str]:
     file = "config.json" if kind == "model" else "README.md"
     states = {
         EntryNotFoundError: "ok",  # the repository exists
-        GatedRepoError: "licence",
+        GatedRepoError: "license",
         RepositoryNotFoundError: "missing",
         OfflineModeIsEnabled: "offline",
         HfHubHTTPError: "failing",
@@ -193,7 +193,7 @@ def _row(kind: str, name: str, answer: str, state: str) -> dict[str, str]:
 
 def _is_cached(kind: str, name: str, environ: dict[str, str]) -> bool:
     # Cached by huggingface_hub, or prepared by the datasets library.
-    folder = hub_cache(environ) / f"{kind}s--{name.replace('/', '--')}" / "snapshots"
+    folder = huggingface_cache(environ) / f"{kind}s--{name.replace('/', '--')}" / "snapshots"
     if folder.is_dir() and any(folder.iterdir()):
         return True
     prepared = datasets_cache(environ)

@@ -27,12 +27,12 @@ from isles.config.sections.run import RunConfig
 from isles.errors import ConfigError, ConfigErrors
 from isles.launch.container.rendered import torchrun_words
 from isles.launch.gpus import find_gpus
-from isles.launch.kubernetes.manifest import Manifest, job_name
+from isles.launch.kubernetes.manifest import KubernetesManifest, job_name
 from isles.launch.kubernetes.start import resolve_pods
 from isles.launch.queue.script import JobText, fill_template, node_lines, rendered_script
 from isles.launch.ray.bundles import ranks_of
 from isles.launch.skypilot.task import TaskText, secret_names, task_file
-from isles.run.env import SKY_TOKEN, hub_cache
+from isles.run.env import SKY_TOKEN, huggingface_cache
 
 Kind = Literal["torchrun", "sbatch", "pbs", "skypilot", "kubernetes", "deepspeed-json", "fsdp-json"]
 
@@ -45,7 +45,7 @@ _SHARED_KEYS = set(QueueSection.model_fields) - {"login", "bin_path", "extra"}
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
+class RenderedFile:
     """A file, and notes about it if the format has no comments."""
 
     text: str
@@ -54,7 +54,7 @@ class Rendered:
 
 def render(
     loaded: Loaded, to: Kind, *, overrides: tuple[str, ...] = (), output: Path | None = None
-) -> Rendered:
+) -> RenderedFile:
     """Convert a run file to another tool's file.
 
     Args:
@@ -72,12 +72,12 @@ def render(
     command = _command(loaded, overrides)
     match to:
         case "torchrun":
-            return Rendered(_torchrun_script(loaded, nproc, device, command, notes))
+            return RenderedFile(_torchrun_script(loaded, nproc, device, command, notes))
         case "sbatch" | "pbs":
             job = _job(loaded, to, nproc, device, notes)
             path = str(output.absolute()) if output else None
             text = rendered_script(loaded.config, job, command, notes=notes, path=path)
-            return Rendered(text)
+            return RenderedFile(text)
         case "deepspeed-json":
             if issues := deepspeed_issues(loaded):
                 raise ConfigErrors(issues)
@@ -85,13 +85,13 @@ def render(
         case "fsdp-json":
             data, notes = fsdp_json(loaded)
         case "skypilot":
-            return Rendered(_skypilot_task(loaded, device, overrides, notes))
+            return RenderedFile(_skypilot_task(loaded, device, overrides, notes))
         case _:
             assert_never(to)
-    return Rendered(json.dumps(data, indent=2) + "\n", tuple(notes))
+    return RenderedFile(json.dumps(data, indent=2) + "\n", tuple(notes))
 
 
-def _manifest(loaded: Loaded) -> Rendered:
+def _manifest(loaded: Loaded) -> RenderedFile:
     # The objects of `launcher: kubernetes`; unlike scripts they run isles' agents.
     if not isinstance(loaded.config.clusters[0].launcher, KubernetesLauncherConfig):
         raise ConfigError(
@@ -108,7 +108,7 @@ def _manifest(loaded: Loaded) -> Rendered:
         'secrets.token_hex(16), "join": ""}))\' |\n'
         f"#     kubectl create secret generic {name} --from-file=start=/dev/stdin\n"
     )
-    return Rendered(head + Manifest(name, loaded, resolve_pods(loaded)).text())
+    return RenderedFile(head + KubernetesManifest(name, loaded, resolve_pods(loaded)).text())
 
 
 def script_command(config: RunConfig) -> list[str]:
@@ -146,7 +146,7 @@ def _ranks(loaded: Loaded) -> tuple[tuple[int, ...], Device, list[str]]:
         nproc = ranks_of(cluster)
     else:
         nproc = tuple(host.gpus or ranks for host in cluster.hosts) or (ranks,) * cluster.max_nodes
-    issues = list(shape_issues(loaded, hub_cache()))
+    issues = list(shape_issues(loaded, huggingface_cache()))
     try:
         resolve(loaded, nproc=nproc, device=device)
     except ConfigError as error:

@@ -28,7 +28,7 @@ setup_app = App(
 )
 
 
-def normalise_overrides(tokens: Sequence[str]) -> list[str]:
+def normalize_overrides(tokens: Sequence[str]) -> list[str]:
     """Write `--training.max-steps 5` as `training.max_steps=5`, the one form of an override."""
     verbs = ("train", "check", "plan", "render", "hub", "rendezvous", "join", "setup")
     groups = (["config", "show"], ["data", "show"], ["data", "prune"])

@@ -122,7 +122,7 @@ def base_name(name: str) -> str | None:
 
 
 def is_fresh(name: str) -> bool:
-    """Whether a parameter is a low-rank matrix, which starts with random numbers or zeros."""
+    """True if a parameter is a low-rank matrix, which starts with random numbers or zeros."""
     return any(part in name for part in _FRESH)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from isles.config.files import may_be_hub_id
+from isles.config.files import may_be_huggingface_id
 from isles.config.foreign import read_json, weight_files
 from isles.config.sections.model import ModelConfig
 from isles.errors import UserError
@@ -32,7 +32,7 @@ from isles.models.adapter import (
     lengths,
     magnitudes,
 )
-from isles.models.pieces import Pieces, pieces_of
+from isles.models.pieces import StoredWeight, pieces_of
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -168,7 +168,7 @@ class _Files:
         self._opened, self._size = "", 0
 
     def read(
-        self, own: str, pieces: Pieces, shape: tuple[int, ...], part: tuple[slice, ...]
+        self, own: str, pieces: StoredWeight, shape: tuple[int, ...], part: tuple[slice, ...]
     ) -> Tensor:
         # A part of the model's weight `own`.
         found = pieces.read(shape, part, self._read)
@@ -289,7 +289,9 @@ def _part(tensor: Tensor) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
-def _places(names: Collection[str], model: Any, whole: Callable[[], Any]) -> dict[str, Pieces]:
+def _places(
+    names: Collection[str], model: Any, whole: Callable[[], Any]
+) -> dict[str, StoredWeight]:
     # The names in the files of each weight of a model, by its name in the base model.
     prefix = f"{model.base_model_prefix}."
     own = [name for each in model.state_dict() if (name := base_name(each)) is not None]
@@ -298,14 +300,16 @@ def _places(names: Collection[str], model: Any, whole: Callable[[], Any]) -> dic
         # A checkpoint of the bare model lacks the prefix, one of a model with a head has it.
         known = next((n for n in (name, name.removeprefix(prefix)) if n in names), None)
         if known is not None:
-            found[name] = Pieces(((known,),), are_stacked=False)
+            found[name] = StoredWeight(((known,),), are_stacked=False)
     left = set(names).difference(*(each.names for each in found.values()))
     missing = [name for name in own if name not in found]
     # transformers finds the names by the model's class, and sharding changes the class.
     return found | pieces_of(whole(), missing, left) if missing and left else found
 
 
-def _without_place(names: Iterable[str], model: Any, places: Mapping[str, Pieces]) -> list[str]:
+def _without_place(
+    names: Iterable[str], model: Any, places: Mapping[str, StoredWeight]
+) -> list[str]:
     # Weights that a model lacks, except weights that it is known to ignore.
     placed = {name for each in places.values() for name in each.names}
     # Buffers in old files that models now create themselves, by transformers' list.
@@ -345,7 +349,7 @@ def weights_folder(name: str, *, fetches: bool = True) -> tuple[Path, dict[str, 
         with safe_open(single, "pt") as reader:
             return single.parent, dict.fromkeys(reader.keys(), _SINGLE)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        if not may_be_hub_id(name) and not Path(name).exists():
+        if not may_be_huggingface_id(name) and not Path(name).exists():
             raise UserError(
                 f"folder not found: {Path(name).absolute()}",
                 where="model.name_or_path",

@@ -1,6 +1,6 @@
 """Weights that the files of a model hold under other names than the model, or in pieces.
 
-Files of the Hugging Face hub have a tensor for each expert of a mixture. transformers has one
+Files of the Hugging Face Hub have a tensor for each expert of a mixture. transformers has one
 tensor for all experts of a layer, and converts the tensors while it loads a whole model. This
 module finds the pieces of each rank's part.
 """
@@ -19,7 +19,7 @@ Read = Callable[[str, tuple[int, ...], tuple[slice, ...]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class StoredWeight:
     """One weight of a model as its files hold it.
 
     Args:
@@ -61,7 +61,7 @@ class Pieces:
         return torch.empty([part.stop - part.start for part in part])
 
 
-def pieces_of(model: Any, own: Collection[str], names: Iterable[str]) -> dict[str, Pieces]:
+def pieces_of(model: Any, own: Collection[str], names: Iterable[str]) -> dict[str, StoredWeight]:
     """The weights of a model that are made of these names in its files.
 
     The result omits weights that transformers does not make by stacking.
@@ -97,12 +97,12 @@ def pieces_of(model: Any, own: Collection[str], names: Iterable[str]) -> dict[st
     pieces = {}
     for target, by_source in found.items():
         if None in by_source:
-            pieces[target] = Pieces((tuple(by_source[None]),), are_stacked=False)
+            pieces[target] = StoredWeight((tuple(by_source[None]),), are_stacked=False)
             continue
         converter = by_pattern[next(iter(filter(None, by_source)))]
         kinds = [(type(each), each.dim) for each in converter.operations if hasattr(each, "dim")]
         stacks = [(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]
         if len(kinds) == len(converter.operations) and kinds in stacks:
             blocks = (tuple(by_source.get(each, ())) for each in converter.source_patterns)
-            pieces[target] = Pieces(tuple(blocks), are_stacked=True)
+            pieces[target] = StoredWeight(tuple(blocks), are_stacked=True)
     return pieces

@@ -35,7 +35,7 @@ from isles.launch.remote.login import ask_isles
 from isles.monitor.live.source import snapshot
 from isles.monitor.logs import LogChoice
 from isles.monitor.stream import shown_lines
-from isles.run.env import hub_access, inherited, usable_cores
+from isles.run.env import huggingface_access, inherited, usable_cores
 from isles.run.find import run_of
 from isles.run.join_line import JoinLine
 from isles.run.live import ask_for_stacks
@@ -69,7 +69,7 @@ _ATTEMPTS = 4
 _LINES_ELSEWHERE = 500
 _STACKS_S, _LOOK_S, _THERE_S = 10.0, 0.1, 120.0
 _NO_ARCHIVE = zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, OSError
-"""What zipfile raises for a damaged archive, and (RuntimeError) for an encrypted one."""
+"""Errors of zipfile for a damaged archive. RuntimeError: the archive is encrypted."""
 
 _RUN_FILES = {
     "run.yaml": "the run file as it was given",
@@ -224,7 +224,7 @@ def _owner(found: Found) -> str:
 
 
 def is_inside(found: Found, path: Path) -> bool:
-    """Whether a path is in the run directory, so that isles need not ask."""
+    """True if a path is in the run directory, so that isles need not ask."""
     if isinstance(found, RemoteRun):
         return False
     folder = found if isinstance(found, Path) else found.path
@@ -446,7 +446,7 @@ def _known_secrets(found: Found) -> Iterator[str]:
     # Whatever this machine can read that must not be passed on.
     environ = inherited()
     yield from (value for name, value in environ.items() if may_be_secret(name))
-    yield hub_access().token
+    yield huggingface_access().token
     with suppress(OSError, netrc.NetrcParseError):
         yield from (entry[2] for entry in netrc.netrc().hosts.values() if entry[2])
     match found:

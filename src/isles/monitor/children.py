@@ -24,7 +24,7 @@ _END_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChildLine:
     """A line that a child has printed; or, of kind end, that it has ended."""
 
     child: str
@@ -39,7 +39,7 @@ class Children:
     def __init__(self) -> None:
         self.left: list[str] = []
         """Children that have not ended."""
-        self._lines: queue.Queue[Line] = queue.Queue(10_000)
+        self._lines: queue.Queue[ChildLine] = queue.Queue(10_000)
         self._processes: dict[str, subprocess.Popen[str]] = {}
 
     def start(
@@ -63,7 +63,7 @@ class Children:
     def _read(self, child: str, process: subprocess.Popen[str]) -> None:
         def read(stream: Iterable[str], kind: Literal["out", "err"]) -> None:
             for line in stream:
-                self.put(Line(child, kind, line.rstrip("\n")))
+                self.put(ChildLine(child, kind, line.rstrip("\n")))
 
         assert process.stdout is not None and process.stderr is not None
         errors = threading.Thread(target=read, args=(process.stderr, "err"), daemon=True)
@@ -71,12 +71,12 @@ class Children:
         read(process.stdout, "out")
         code = process.wait()
         errors.join(timeout=5)
-        self.put(Line(child, "end", code=code if code >= 0 else 128 - code))
+        self.put(ChildLine(child, "end", code=code if code >= 0 else 128 - code))
 
-    def put(self, line: Line) -> None:
+    def put(self, line: ChildLine) -> None:
         self._lines.put(line)
 
-    def next(self, timeout_s: float | None) -> Line | None:
+    def next(self, timeout_s: float | None) -> ChildLine | None:
         """The next line of any child; None where none comes in time (None: wait for ever)."""
         try:
             line = self._lines.get(block=timeout_s != 0, timeout=timeout_s or None)
@@ -123,7 +123,7 @@ def run_all(
     *,
     doing: str,
     print_line: Callable[[str], object],
-    show: Callable[[Line], object] = lambda _: None,
+    show: Callable[[ChildLine], object] = lambda _: None,
     stdin: str = "",
     environs: Mapping[str, Mapping[str, str]] | None = None,
 ) -> dict[str, Ended]:

@@ -15,7 +15,7 @@ from typing import Any
 from isles.errors import ExitCode, UserError
 from isles.facts.units import format_bytes, format_count, format_duration
 from isles.launch.hub import end_hub, hub_process, local_line
-from isles.monitor.children import Line, run_all
+from isles.monitor.children import ChildLine, run_all
 from isles.monitor.outer import ask_status
 from isles.monitor.remote import reports_of
 from isles.monitor.status import ReportState, RunReport
@@ -171,7 +171,7 @@ def _hub_lines(report: MultiClusterReport) -> list[str]:
 
 
 def heavy_notes(answer: Mapping[str, Any]) -> list[str]:
-    """Which cluster outweighs all others in the last average, by the answer of a hub."""
+    """Note on a cluster that outweighs all others in the last average, by the answer of a hub."""
     found = answer.get("heavy")
     known = found if isinstance(found, dict) else {}
     name, share = known.get("name"), number_of(known, "share")
@@ -420,7 +420,7 @@ def stop_clusters(
     words += [f"--timeout={timeout}", f"--output-dir={run.path.parent}"]
     width = max(len(cluster.name) for cluster in run.clusters)
 
-    def show(line: Line) -> None:
+    def show(line: ChildLine) -> None:
         if line.kind != "end":
             (print_line if line.kind == "out" else warn)(f"{line.child.ljust(width)} | {line.text}")
 

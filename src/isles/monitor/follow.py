@@ -244,7 +244,7 @@ class _Watch:
             self._phase = ""  # the present phase is shown all the same
 
     def queue_news(self, reason: str) -> list[tuple[str, str]]:
-        """As `news`, while the run waits in a queue."""
+        """News of a run that waits in a queue, in the form of `news`."""
         self.status = {"phase": "queued", "detail": reason}
         line = f"queued: {reason}" if reason else "queued"
         is_new, self._phase = line != self._phase, line

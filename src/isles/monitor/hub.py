@@ -130,7 +130,7 @@ class HubNews:
 
     def __init__(self, line: Callable[[], JoinLine], since: float | None = None) -> None:
         self.is_over = False
-        """Whether all clusters have finished."""
+        """True if all clusters have finished."""
         self._line = line
         self._since = since
         self._event: int | None = None

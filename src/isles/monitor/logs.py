@@ -46,7 +46,7 @@ class LineTail:
         self._is_refused = False
 
     def read(self, *, final: bool = False) -> list[str]:
-        """As `lines`, if all of them fit into memory."""
+        """The lines of `lines` as a list, if all of them fit into memory."""
         return list(self.lines(final=final))
 
     def lines(self, *, final: bool = False) -> Iterator[str]:
@@ -120,7 +120,7 @@ def _start_of_last_lines(handle: int, size_bytes: int, count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LogChoice:
-    """Which lines are wanted.
+    """Choice of log lines.
 
     Args:
         rank: only this rank, without a prefix; None: all ranks and agents.
@@ -275,7 +275,7 @@ class LogFiles:
         return None
 
     def is_here(self, node: int) -> bool:
-        """Whether any log of a node is here."""
+        """True if any log of a node is here."""
         if self._agents(node, only=True):
             return True
         for rank in _ranks(self._attempt):

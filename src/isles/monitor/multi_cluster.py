@@ -27,7 +27,7 @@ from isles.launch.hub import end_hub, open_hub, reopen_hub, running_settings
 from isles.launch.multi_cluster import hub_place, local_environs, refuse_peers
 from isles.launch.remote.login import LoginError
 from isles.launch.ssh.start import interruptible
-from isles.monitor.children import Children, Ended, Line, isles_argv, run_all
+from isles.monitor.children import ChildLine, Children, Ended, isles_argv, run_all
 from isles.monitor.clusters import ALIVE, cluster_reports, hub_line, outcome_lines, place_of
 from isles.monitor.follow import Follower
 from isles.monitor.hub import HubNews
@@ -46,7 +46,7 @@ _QUIET_NEWS = ("started", "round")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a start will do.
+    """Plan of a start.
 
     Args:
         is_resumed: whether the folder of the run exists.
@@ -206,7 +206,7 @@ class MultiClusterStart:
         return {name: "\n".join(end.out) for name, end in ended.items() if not end.code}
 
     def dry_run_text(self, texts: dict[str, str]) -> str:
-        """What would be started, with the texts of `look`."""
+        """Description of the start, with the texts of `look`."""
         if self._outer.hivemind is not None:
             peers = ", ".join(self._outer.hivemind.initial_peers)
             place = f"find one another by {peers}"
@@ -381,7 +381,7 @@ class MultiClusterStart:
         where = self._loaded.where("outer.hub")
         raise UserError(what, where=where, fix=fix, id="join.line")
 
-    def _take(self, line: Line) -> None:
+    def _take(self, line: ChildLine) -> None:
         # Show what a start prints, and record what it has started.
         if line.kind == "out" and line.text.startswith(STARTED):
             begun = read_started(
@@ -485,9 +485,9 @@ class ClustersFollower(Follower):
                 # Once all clusters have finished, the hub ends by itself.
                 is_end = kind == "silent" and (news.is_over or self._is_over.is_set())
                 if kind not in _QUIET_NEWS and not is_end:
-                    self._children.put(Line("hub", "err" if kind == "silent" else "out", text))
+                    self._children.put(ChildLine("hub", "err" if kind == "silent" else "out", text))
                 if kind == "silent" and not is_end:
-                    self._children.put(Line("hub", "err", self._reopen_hub()))
+                    self._children.put(ChildLine("hub", "err", self._reopen_hub()))
 
     def _reopen_hub(self) -> str:
         if self._run.hub:

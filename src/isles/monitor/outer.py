@@ -1,4 +1,4 @@
-"""What a run, or its hub, reports of outer steps: only values of the kind that isles writes.
+"""Reports of a run or its hub about outer steps, with only the types of values that isles writes.
 
 Another user, another site or another version of isles may have written them.
 """

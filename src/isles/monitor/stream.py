@@ -28,7 +28,7 @@ _SILENT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class LogCommand:
     """A command of this machine that prints some logs.
 
     Args:
@@ -77,7 +77,7 @@ def shown_lines(
     return _merged_lines(sources, choice, note)
 
 
-def _sources(found: RunDir | RemoteRun, choice: LogChoice, note: Note) -> list[Source]:
+def _sources(found: RunDir | RemoteRun, choice: LogChoice, note: Note) -> list[LogCommand]:
     if isinstance(found, RemoteRun):
         if found.launcher in QUEUES or len(found.hosts) < 2:
             return [_remote_source(found, found.ssh, choice)]
@@ -98,7 +98,7 @@ def _sources(found: RunDir | RemoteRun, choice: LogChoice, note: Note) -> list[S
         )
     if (owner := found.owner) != "":
         note(f"{found.name}: {shown_only(owner)}")
-    sources = [Source(isles_argv(["logs", str(found.path), "--here", *choice.words()]))]
+    sources = [LogCommand(isles_argv(["logs", str(found.path), "--here", *choice.words()]))]
     try:
         sources += _nodes_elsewhere(found, attempt, files, choice)
     except UserError as error:
@@ -108,7 +108,7 @@ def _sources(found: RunDir | RemoteRun, choice: LogChoice, note: Note) -> list[S
 
 def _nodes_elsewhere(
     run_dir: RunDir, attempt: Attempt, files: LogFiles, choice: LogChoice
-) -> list[Source]:
+) -> list[LogCommand]:
     # Nodes that have no log here are asked by ssh.
     fleet = read_own_fleet(attempt)
     if fleet is None or len(fleet) == 1 or fleet.launcher == "local":
@@ -143,13 +143,13 @@ def _nodes_elsewhere(
     return found
 
 
-def _remote_source(run: RemoteRun, host: str, choice: LogChoice) -> Source:
+def _remote_source(run: RemoteRun, host: str, choice: LogChoice) -> LogCommand:
     words = ["logs", run.path_on(host), "--here", *choice.words()]
     argv = remote_isles(run, words, host=host, connect_timeout_s=_CONNECT_S)
-    return Source(argv, host.rpartition("@")[2], choice.node)
+    return LogCommand(argv, host.rpartition("@")[2], choice.node)
 
 
-def _merged_lines(sources: Sequence[Source], choice: LogChoice, note: Note) -> Iterator[str]:
+def _merged_lines(sources: Sequence[LogCommand], choice: LogChoice, note: Note) -> Iterator[str]:
     # Lines that are followed are yielded as they come. Else source after source, and one host
     # that hangs does not hold back the lines of the others.
     by_name = {str(index): source for index, source in enumerate(sources)}

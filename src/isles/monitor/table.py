@@ -20,7 +20,7 @@ from isles.run.state import script_of
 
 T = TypeVar("T")
 
-_COLOURS = {
+_COLORS = {
     "queued": "cyan",
     "running": "green",
     "finished": "blue",
@@ -61,7 +61,7 @@ def runs_table(reports: Sequence[RunReport]) -> Table:
     for report in reports:
         table.add_row(
             _label(report),
-            Text(report.state, style=_COLOURS.get(report.state, "")),
+            Text(report.state, style=_COLORS.get(report.state, "")),
             steps_text(report.step, report.total_steps),
             cell(report.loss, "{:.4f}".format),
             cell(report.tokens_per_second or None, format_count),

@@ -152,4 +152,5 @@ def _tensor(codec: Codec, n: int, data: Buffer) -> Tensor:
             f"a piece of {n} numbers has {len(data)} bytes instead of {codec.size(n)} "
             f"({codec.text})"
         )
+    # A copy: torch warns about memory that is read-only, such as bytes.
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)

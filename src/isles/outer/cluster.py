@@ -41,7 +41,7 @@ class Weights(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
+class CompletedStep:
     """A completed outer step of a fragment; equal on all ranks."""
 
     digest: str
@@ -135,7 +135,7 @@ class Cluster:
         *,
         alpha: float = 0.0,
         is_warmup: bool = False,
-    ) -> Applied:
+    ) -> CompletedStep:
         """`advance` and `give` together, between two inner steps."""
         applied = self.advance(fragment, average, num_parts, mode, alpha=alpha, is_warmup=is_warmup)
         self.give(fragment)
@@ -151,7 +151,7 @@ class Cluster:
         *,
         alpha: float = 0.0,
         is_warmup: bool = False,
-    ) -> Applied:
+    ) -> CompletedStep:
         """Make the outer step with an average; `give` then updates the weights.
 
         Uses neither the engine nor the GPU: under overlap and late, inner steps may continue in
@@ -190,7 +190,7 @@ class Cluster:
         self._moves[fragment] = share.step(
             data, num_parts, mode, alpha=alpha, scale=scale, is_warmup=is_warmup
         )
-        return Applied(self.digest(fragment), norm)
+        return CompletedStep(self.digest(fragment), norm)
 
     @torch.no_grad()
     def give(self, fragment: int) -> None:
@@ -298,6 +298,7 @@ class Cluster:
         )
 
     def _digest(self, pieces: Sequence[Tensor]) -> str:
+        # Hashed where it is: `tobytes` would copy each piece.
         mine = [hashlib.sha256(piece.numpy().data.cast("B")).digest() for piece in pieces]
         return hashlib.sha256(b"".join(itertools.chain(*self._files.agree(mine)))).hexdigest()
 
@@ -311,6 +312,7 @@ class Cluster:
                     part = whole[pieces[place].start : pieces[place].stop]
                     goals[mine[place]].copy_(part, non_blocking=True)
         if self._world.device.type == "cuda":
+            # The copies may still run, and the caller reads the goals on the CPU.
             torch.cuda.synchronize(self._world.device)
 
     def _write(self, fragment: int, flat: Tensor, *, adds: bool) -> None:

@@ -64,7 +64,7 @@ class Codec:
 
     @property
     def feeds_back(self) -> bool:
-        """Whether an encoding's error is added to the next encoding."""
+        """True if an encoding's error is added to the next encoding."""
         match self.kind:
             case "none" | "bf16":
                 return False
@@ -249,6 +249,7 @@ class _Chunk:
         self.size = _filled(self.codes_end)
 
     def encode(self, rows_RC: Tensor, data: Tensor) -> None:
+        # Unsorted is enough: the mask brings the positions into ascending order.
         largest_RK = rows_RC.abs().topk(self.kept, dim=1, sorted=False).indices
         mask_RC = torch.zeros_like(rows_RC, dtype=torch.bool).scatter_(1, largest_RK, value=True)
         places_RK = mask_RC.nonzero()[:, 1].view(-1, self.kept)

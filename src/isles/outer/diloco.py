@@ -18,7 +18,7 @@ from torch import Tensor
 
 from isles.outer.average import average_size, decode_average
 from isles.outer.codec import Codec, UnsoundUpdateError
-from isles.outer.layout import Piece
+from isles.outer.layout import ParamSlice
 
 Mode = Literal["on_time", "overlap", "late", "idle"]
 """Relation of an average to this cluster's weights.
@@ -54,7 +54,12 @@ class FragmentShare:
     """
 
     def __init__(
-        self, pieces: Sequence[Piece], codec: Codec, settings: OuterSettings, *, is_pinned: bool
+        self,
+        pieces: Sequence[ParamSlice],
+        codec: Codec,
+        settings: OuterSettings,
+        *,
+        is_pinned: bool,
     ) -> None:
         self.pieces = tuple(pieces)
         self.counts = [piece.count for piece in pieces]
@@ -171,6 +176,7 @@ class FragmentShare:
                 torch.sub(outer_param, before, out=before)
         if mode == "overlap":
             assert self.snapshot is not None
+            # The snapshot is not needed any more, so its memory holds the move.
             move = self.snapshot
             torch.sub(self.outer_param, move, out=move).mul_(1.0 - alpha)
         self.drop_snapshot()
@@ -235,6 +241,7 @@ def square_sum(x: Tensor) -> float:
     total = torch.zeros(lanes, dtype=torch.float64)
     for part in torch.split(x, lanes):
         wide = part.double()
+        # One addition per lane: torch.sum adds in an order that depends on processor and threads.
         total[: part.numel()].add_(wide.mul_(wide))
     while total.numel() > 1:
         half = total.numel() // 2
@@ -244,6 +251,7 @@ def square_sum(x: Tensor) -> float:
 
 def total_norm(square_sums: Sequence[float]) -> float:
     """The norm of all pieces of a fragment, in their order."""
+    # fsum is exact, so no order of addition can change a bit.
     return math.sqrt(math.fsum(square_sums))
 
 

@@ -28,7 +28,7 @@ _BLOCK = re.compile(r"^(.*?\.\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ParamSlice:
     """Numbers `start` to `start + count - 1` of one parameter, as one row."""
 
     name: str
@@ -45,7 +45,7 @@ class Fragment:
     """Parameters that are averaged in one outer step, and their pieces in the same order."""
 
     names: tuple[str, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParamSlice, ...]
 
     def by_name(self) -> list[tuple[str, range]]:
         """Its parameters, and the positions of their pieces in `pieces`."""
@@ -125,7 +125,7 @@ def make_layout(
     for names in allocated:
         ordered = tuple(name for name in shapes if name in names)
         pieces = tuple(
-            Piece(name, start, min(piece_numbers, sizes[name] - start))
+            ParamSlice(name, start, min(piece_numbers, sizes[name] - start))
             for name in ordered
             for start in range(0, sizes[name], piece_numbers)
         )
@@ -147,6 +147,7 @@ def _allocate(sizes: Mapping[str, int], num_fragments: int) -> list[set[str]]:
     for index, names in enumerate(blocks.values()):
         allocated[index % num_fragments] |= set(names)
         load[index % num_fragments] += sum(sizes[name] for name in names)
+    # The name decides between equal sizes, so that all clusters divide alike.
     for name in sorted(ends, key=lambda name: (-sizes[name], name)):
         least = load.index(min(load))
         allocated[least].add(name)

@@ -94,7 +94,7 @@ class Join(Message):
     identity: Annotated[dict[Word, Word], Field(max_length=64)]
     """Values that must be equal on all clusters (layout, outer settings …), by name."""
     codec: Annotated[str, StringConstraints(max_length=64, pattern=r"^[ -~]*$")]
-    """As parsed by `isles.outer.codec.parse_codec`."""
+    """Text of a codec, for `isles.outer.codec.parse_codec`."""
     pieces: Annotated[
         list[Annotated[list[PieceSize], Field(max_length=2**21)]],
         Field(min_length=1, max_length=4096),
@@ -159,7 +159,7 @@ class Heartbeat(Message):
     hidden_s: Finite = 0.0
     """Seconds of outer steps during inner steps; in this attempt."""
     ends: bool = False
-    """Whether all work of this cluster is in averages, and no more will come: no round waits for
+    """True if all work of this cluster is in averages, and no more will come: no round waits for
     it."""
 
 
@@ -185,7 +185,7 @@ class HeartbeatAnswer(Answer):
     ended: Count | None = None
     """Number of outer steps after which all clusters end; None: a cluster may still contribute."""
     send_state: bool = False
-    """Whether this cluster must send its state to a cluster that needs it."""
+    """True if this cluster must send its state to a cluster that needs it."""
     sync_every: Pace = 0
     """The largest pace of the living clusters; 0: no cluster requests one."""
 
@@ -233,7 +233,7 @@ class RoundAnswer(OpenRound):
     """If committed: bytes of the average; 0 if all contributions were refused, so that there is no
     average and the outer step changes nothing."""
     is_kept: bool = False
-    """Whether its average can be downloaded."""
+    """True if its average can be downloaded."""
 
 
 class Received(Answer):
@@ -244,7 +244,7 @@ class Received(Answer):
 
 
 class HeldAnswer(Answer):
-    """Whether all living clusters have the average of an outer step."""
+    """True if all living clusters have the average of an outer step."""
 
     is_everywhere: bool
 
@@ -299,7 +299,7 @@ class LeaveRun(Message):
 
     id: Id
     has_finished: bool = False
-    """Whether its training is over; else it pauses, and comes back."""
+    """True if its training is over. False if it pauses and comes back."""
 
 
 class OnlyId(Message):
@@ -308,12 +308,12 @@ class OnlyId(Message):
     id: Id
 
 
-class Shown(Message):
+class ShownRecord(Message):
     """A cluster's record for people who cannot reach its machines."""
 
     id: Id
     record: Annotated[str, StringConstraints(max_length=LONGEST, pattern=r"^[A-Za-z0-9+/=]*$")]
-    """As packed by `isles.run.relay`. The hub only stores it."""
+    """Snapshot in the encoding of `isles.run.relay`. The hub only stores it."""
 
 
 class ErrorBody(Answer):

@@ -77,7 +77,7 @@ class OwnSamples:
         self._reserve, _ = reserve_of(member_id)
 
     def covers(self, first: int, count: int) -> bool:
-        """Whether the samples at these positions are known."""
+        """True if the samples at these positions are known."""
         return first + count <= self._end
 
     def left(self, cursor: int) -> int:

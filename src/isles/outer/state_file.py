@@ -33,7 +33,7 @@ def state_head(
 
 
 def momentum_of(identity: Mapping[str, str]) -> bool | None:
-    """Whether the states of a run contain momentum; None: the run has not reported it."""
+    """True if the states of a run contain momentum; None: the run has not reported it."""
     text = identity.get("outer.momentum")
     if text is None:
         return None

@@ -223,10 +223,10 @@ def find_machines(loaded: Loaded, gpus: str, nodes: int | None, link: str) -> li
 
 def _network(hosts: Sequence[Host]) -> Link:
     # Machines with NVLink are usually in a data center.
-    is_centre = any(
+    is_center = any(
         d.gpu is not None and d.gpu.nvlink_bytes_per_s for h in hosts for d in h.devices
     )
-    return GUESSED_FABRIC if is_centre else GUESSED_NETWORK
+    return GUESSED_FABRIC if is_center else GUESSED_NETWORK
 
 
 def _measured(found: Machines, cluster: ClusterConfig, output_dir: Path) -> Machines:

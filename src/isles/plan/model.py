@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request
 
-from isles.config.files import find_shape, may_be_hub_id
+from isles.config.files import find_shape, may_be_huggingface_id
 from isles.config.foreign import MAX_CONFIG_BYTES, check_config, open_foreign, parse_json
 from isles.config.layout import Layout
 from isles.config.memory import architecture, setting_of
@@ -22,7 +22,7 @@ from isles.facts.memory.setting import Holding
 from isles.facts.memory.step import Count
 from isles.facts.models import shape_names
 from isles.launch.huggingface import huggingface_issue
-from isles.run.env import hub_access, hub_cache
+from isles.run.env import huggingface_access, huggingface_cache
 from isles.run.web import ask_url
 
 _FETCH_S = 5.0
@@ -45,7 +45,7 @@ class ModelFacts:
         flops_per_token: FLOPs of training, forward and backward, without recomputation.
         files_params: numbers in the safetensors files on this machine. None: no files.
         is_guess: its kind is unknown, and it is counted as a Llama.
-        is_on_hub: its weights have to be downloaded.
+        is_on_huggingface: its weights have to be downloaded.
     """
 
     name: str
@@ -59,7 +59,7 @@ class ModelFacts:
     flops_per_token: float
     files_params: int | None
     is_guess: bool
-    is_on_hub: bool
+    is_on_huggingface: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def shape_of(config: RunConfig) -> Shape:
         UserError: it is not on this machine and cannot be fetched.
     """
     name = config.model.name_or_path
-    shape = find_shape(config.model, hub_cache())
+    shape = find_shape(config.model, huggingface_cache())
     if shape is not None:
         return Shape(shape, _origin(name))
     return Shape(_fetched(name), "config.json from Hugging Face (not cached)")
@@ -105,7 +105,7 @@ def model_facts(config: RunConfig, shape: Shape) -> ModelFacts:
         flops_per_token=train_flops(count) / setting.length,
         files_params=files,
         is_guess=not model.is_known,
-        is_on_hub=files is None and not Path(name).expanduser().exists(),
+        is_on_huggingface=files is None and not Path(name).expanduser().exists(),
     )
 
 
@@ -136,7 +136,7 @@ def files_params(name: str) -> int | None:
     """Numbers in a model's safetensors files, from their headers. None: no files were found."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        cached = hub_cache() / f"models--{name.replace('/', '--')}"
+        cached = huggingface_cache() / f"models--{name.replace('/', '--')}"
         try:
             commit = (cached / "refs" / "main").read_text(encoding="utf-8").strip()
         except OSError:
@@ -171,7 +171,7 @@ def _numbers(tensor: Mapping[str, Any]) -> int:
 
 def _fetched(name: str) -> dict[str, Any]:
     # Fetch the config.json alone, by its URL, and explain a failure in the words of `isles check`.
-    if not may_be_hub_id(name) or Path(name).expanduser().exists():
+    if not may_be_huggingface_id(name) or Path(name).expanduser().exists():
         raise UserError(
             f"no readable config.json in {name}",
             where="model.name_or_path",
@@ -179,7 +179,7 @@ def _fetched(name: str) -> dict[str, Any]:
             + ", ".join(shape_names()),
             id="files.model",
         )
-    access = hub_access()
+    access = huggingface_access()
     if access.is_offline:
         raise _refused(name, "offline", "HF_HUB_OFFLINE is set")
     request = Request(f"{access.endpoint}/{name}/resolve/main/config.json")
@@ -193,7 +193,7 @@ def _fetched(name: str) -> dict[str, Any]:
     if answer.status != 200:
         code = answer.headers.get("X-Error-Code", "")
         is_gated = code == "GatedRepo" or answer.status == 403
-        state = "licence" if is_gated else "missing" if answer.status in (401, 404) else "failing"
+        state = "license" if is_gated else "missing" if answer.status in (401, 404) else "failing"
         raise _refused(name, state, f"HTTP {answer.status} {code}".strip())
     try:
         loaded = parse_json(answer.body)

@@ -12,7 +12,7 @@ from isles.config.load import Loaded
 from isles.config.memory import checkpoint_sizes
 from isles.config.sections.run import RunConfig
 from isles.errors import ConfigError, UserError
-from isles.facts.memory.step import Moment
+from isles.facts.memory.step import PhaseMemory
 from isles.plan.links import OuterPlan, outer_plan
 from isles.plan.machines import Link, Machines, summary
 from isles.plan.measured import Measured, find_measured
@@ -37,7 +37,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class HostStorage:
     """Main memory or disk of one host. `has_bytes` is None if it is unknown."""
 
     host: str
@@ -93,7 +93,7 @@ class ClusterPlan:
     own: Outcome
     ladder: tuple[Rung, ...]
     strategies: tuple[Candidate, ...]
-    stores: tuple[Store, ...]
+    stores: tuple[HostStorage, ...]
     speed: Speed | None
 
     @property
@@ -140,7 +140,7 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether every cluster fits. None: unknown."""
+        """True if every cluster fits. None: unknown."""
         answers = [cluster.own.fits for cluster in self.clusters]
         return False if False in answers else None if None in answers or not answers else True
 
@@ -264,18 +264,18 @@ def _seconds(found: Outcome) -> float | None:
     return found.time.total_s if found.time else None
 
 
-def _stores(job: Job, own: Outcome, model: ModelFacts, data: Data) -> list[Store]:
+def _stores(job: Job, own: Outcome, model: ModelFacts, data: Data) -> list[HostStorage]:
     """Main memory of each host, and the disk of the first, which has the run directory."""
     found = []
     rank = 0
     for host in job.machines.hosts:
         count = len(host.devices)
         items = tuple(_in_memory(job, own, model, rank, count))
-        found.append(Store(host.name, "main memory", items, host.memory_bytes))
+        found.append(HostStorage(host.name, "main memory", items, host.memory_bytes))
         rank += count
     first = job.machines.hosts[0]
     items = tuple(_on_disk(job, model, data))
-    return [*found, Store(first.name, "disk", items, first.disk_free_bytes)]
+    return [*found, HostStorage(first.name, "disk", items, first.disk_free_bytes)]
 
 
 def _in_memory(job: Job, own: Outcome, model: ModelFacts, rank: int, count: int) -> Iterator[Item]:
@@ -305,7 +305,7 @@ def _on_disk(job: Job, model: ModelFacts, data: Data) -> Iterator[Item]:
     if data.tokens is not None and not config.data.streaming:
         wide = 2 if job.model.vocab <= 1 << 16 else 4
         yield Item("prepared tokens", data.tokens * wide, is_guess=True)
-    if config.model.init == "pretrained" and model.is_on_hub:
+    if config.model.init == "pretrained" and model.is_on_huggingface:
         yield Item("weights to download (16 bits)", model.params * 2, is_guess=True)
 
 
@@ -340,7 +340,7 @@ def record(plan: Plan) -> dict[str, Any]:
 
 _MODEL = (
     *("name", "kind", "origin", "params", "trained", "active", "layers", "flops_per_token"),
-    *("files_params", "is_guess", "is_on_hub"),
+    *("files_params", "is_guess", "is_on_huggingface"),
 )
 
 
@@ -424,7 +424,7 @@ def _rank(number: int, rank: RankPlan) -> dict[str, Any]:
     }
 
 
-def _moment(moment: Moment) -> dict[str, Any]:
+def _moment(moment: PhaseMemory) -> dict[str, Any]:
     return {"name": moment.name, "total": moment.total, **moment.by_cause()}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from isles.config.auto import Machine, choose_strategy
+from isles.config.auto import Resources, choose_strategy
 from isles.config.issues import Issue
 from isles.config.layout import Layout, Strategy, make_layout
 from isles.config.memory import holding_of, setting_of, step_memory
@@ -20,7 +20,7 @@ from isles.config.sections.strategy import AutoStrategy, DDPStrategyConfig
 from isles.errors import ConfigError
 from isles.facts.memory.architecture import Architecture
 from isles.facts.memory.setting import usable_bytes
-from isles.facts.memory.step import Count, Memory
+from isles.facts.memory.step import Count, StepMemory
 from isles.plan.machines import Device, Machines
 from isles.plan.roofline import communication, optimizer_seconds, work_of
 
@@ -70,8 +70,8 @@ class RankPlan:
     device: Device
     rows: int
     micro_batch: int
-    memory: Memory
-    least: Memory
+    memory: StepMemory
+    least: StepMemory
     limit_bytes: float | None
     context_bytes: float
     busy_s: float | None
@@ -82,7 +82,7 @@ class RankPlan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits. None: unknown."""
+        """True if it fits. None: unknown."""
         return None if self.limit_bytes is None else self.peak_bytes <= self.limit_bytes
 
 
@@ -140,7 +140,7 @@ class Outcome:
 
     @property
     def fits(self) -> bool | None:
-        """Whether every rank fits. None: unknown."""
+        """True if every rank fits. None: unknown."""
         if self.refused:
             return False
         if self.seen_bytes is not None:
@@ -215,7 +215,7 @@ def chosen(job: Job, config: RunConfig) -> tuple[Strategy, str]:
         + [machines.network.bytes_per_s] * (len(machines.hosts) > 1)
     )
     least = int(min(own for own in memory if own is not None))
-    return choose_strategy(job.model, config, Machine(world, local, least, link))
+    return choose_strategy(job.model, config, Resources(world, local, least, link))
 
 
 class _Step:
@@ -225,7 +225,7 @@ class _Step:
         self._job, self._config, self._strategy, self._layout = job, config, strategy, layout
         self._devices = job.machines.devices
         self._hosts = [host.name for host in job.machines.hosts for _ in host.devices]
-        self._memories: dict[tuple[int, int], Memory] = {}
+        self._memories: dict[tuple[int, int], StepMemory] = {}
         self._is_narrow = config.training.precision != "32-true"
         self._in_step = not (isinstance(strategy, DDPStrategyConfig) and layout.pp == 1)
 
@@ -270,7 +270,7 @@ class _Step:
         # Count the work of all ranks that share the model; `roofline.py` divides it.
         return Count(model, setting, replace(holding, tensor=1))
 
-    def _memory(self, rows: int, steps: int) -> Memory:
+    def _memory(self, rows: int, steps: int) -> StepMemory:
         # Without a pipeline, memory depends only on whether there are several micro-batches.
         steps = steps if self._layout.pp > 1 else min(steps, 2)
         key = (rows, steps)
@@ -324,7 +324,7 @@ class _Step:
         # Make the micro-batches equally large.
         return -(-rows // -(-rows // most))
 
-    def _least(self, micro: int, rows: int) -> Memory:
+    def _least(self, micro: int, rows: int) -> StepMemory:
         if self._config.training.micro_batch_size == "auto":
             micro = 1
         return self._memory(micro, max(1, -(-rows // micro)))

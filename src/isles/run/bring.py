@@ -64,7 +64,7 @@ def drop_staged(run_dir: RunDir) -> None:
 
 
 def is_from_bucket(tokenizer: Path) -> bool:
-    """Whether the tokenizer in this folder of a run came from a bucket.
+    """True if the tokenizer in this folder of a run came from a bucket.
 
     `trust_remote_code` trusts the author of the model, not the writers of a bucket.
     """

@@ -387,7 +387,7 @@ def _boot() -> str:
     return ""
 
 
-class Found:
+class BucketRun:
     """A run in a bucket, with the values that decide whether a start resumes it.
 
     Args:
@@ -404,18 +404,18 @@ class Found:
         self.resolved = (copy.store.read("resolved.yaml") or b"").decode(errors="replace")
 
 
-def find_newest(url: str, name: str) -> Found | None:
+def find_newest(url: str, name: str) -> BucketRun | None:
     """The newest run of a name with a valid checkpoint in the bucket, or None.
 
     Raises:
         UserError: the bucket does not respond, or gives an unexpected answer.
     """
 
-    def look() -> Found | None:
+    def look() -> BucketRun | None:
         names = [NUMBERED.fullmatch(entry) for entry in open_store(url, f"{KEY} {url}").folders()]
         numbers = sorted(int(m["number"]) for m in names if m is not None and m["name"] == name)
         for number in reversed(numbers):
-            found = Found(RunStore(url, f"{name}-{number}"), number)
+            found = BucketRun(RunStore(url, f"{name}-{number}"), number)
             if found.step is not None and found.resolved:
                 return found
         return None
@@ -424,7 +424,7 @@ def find_newest(url: str, name: str) -> Found | None:
         return within(ANSWER_S, look, "its answer")
 
 
-def find_named(url: str, name: str) -> Found | None:
+def find_named(url: str, name: str) -> BucketRun | None:
     """The run NAME-N in a bucket, or None if it does not exist.
 
     Raises:
@@ -434,7 +434,7 @@ def find_named(url: str, name: str) -> Found | None:
         return None
     with in_words(url):
         return within(
-            ANSWER_S, lambda: Found(RunStore(url, name), int(match["number"])), "its answer"
+            ANSWER_S, lambda: BucketRun(RunStore(url, name), int(match["number"])), "its answer"
         )
 
 

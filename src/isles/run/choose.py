@@ -20,7 +20,7 @@ from isles.config.resume import (
 from isles.config.sections.run import RunConfig
 from isles.errors import MissingDependencyError, UserError
 from isles.facts.units import format_duration
-from isles.run.bucket import Found, find_named, find_newest
+from isles.run.bucket import BucketRun, find_named, find_newest
 from isles.run.checkpoints import CheckpointInfo, checkpoint_name, list_checkpoints
 from isles.run.find import (
     find_any,
@@ -55,7 +55,7 @@ class Begun:
     resumed: bool
     note: str
     resume_from: Path | None = None
-    found: Found | None = None
+    found: BucketRun | None = None
 
 
 def choose_run(resolved: Resolved, resume: str, now: Clock = time.time) -> Begun:
@@ -126,7 +126,7 @@ def refuse_running(run_dir: RunDir, state: AttemptState, now: Clock) -> None:
     )
 
 
-def _next_run(resolved: Resolved, found: Found | None = None) -> RunDir:
+def _next_run(resolved: Resolved, found: BucketRun | None = None) -> RunDir:
     output_dir, name = Path(resolved.config.output_dir).expanduser(), resolved.config.name
     with clear_errors(output_dir):
         return RunDir(next_run(output_dir, name, above=found.number if found is not None else 0))
@@ -172,7 +172,7 @@ def _choose_auto(resolved: Resolved, now: Clock) -> Begun:
     return Begun(run_dir, resumed=True, note=note)
 
 
-def _find_copy(resolved: Resolved, *, is_needed: bool) -> tuple[Found | None, str]:
+def _find_copy(resolved: Resolved, *, is_needed: bool) -> tuple[BucketRun | None, str]:
     # The newest run in `checkpoint.remote`, and a remark if it does not respond.
     url = resolved.config.checkpoint.remote
     if url is None:
@@ -189,7 +189,7 @@ def _find_copy(resolved: Resolved, *, is_needed: bool) -> tuple[Found | None, st
         )
 
 
-def _is_ahead(found: Found, run_dir: RunDir) -> bool:
+def _is_ahead(found: BucketRun, run_dir: RunDir) -> bool:
     number = int(run_dir.name.rpartition("-")[2])
     if found.number != number:
         return found.number > number
@@ -201,7 +201,7 @@ def _is_ahead(found: Found, run_dir: RunDir) -> bool:
     return is_finished or (found.step or 0) > (saved[-1].step if saved else 0)
 
 
-def _choose_found(resolved: Resolved, found: Found | None, fresh: RunDir, now: Clock) -> Begun:
+def _choose_found(resolved: Resolved, found: BucketRun | None, fresh: RunDir, now: Clock) -> Begun:
     # Resume a run of `checkpoint.remote` that is missing or older on this machine.
     if found is None:
         runs = (run for _, run in numbered_runs(fresh.path.parent, resolved.config.name))
@@ -246,7 +246,7 @@ def _choose_copy(resolved: Resolved, url: str, resume: str, now: Clock) -> Begun
     return replace(begun, resume_from=asked)
 
 
-def _from_copy(run_dir: RunDir, found: Found, place: str, changes: Sequence[Change]) -> Begun:
+def _from_copy(run_dir: RunDir, found: BucketRun, place: str, changes: Sequence[Change]) -> Begun:
     refuse_others(run_dir)
     here = "which is not on this machine"
     if is_run_dir(run_dir.path):
@@ -259,7 +259,7 @@ def _from_copy(run_dir: RunDir, found: Found, place: str, changes: Sequence[Chan
     return Begun(run_dir, resumed=True, note=with_changes(note, changes), found=found)
 
 
-def _changes_since(found: Found, resolved: Resolved) -> list[Change]:
+def _changes_since(found: BucketRun, resolved: Resolved) -> list[Change]:
     old = _config_from(found.resolved, found.copy.url)
     length = changed_length(old, resolved.config, found.manifest) if found.manifest else []
     return changed_mathematics(old, resolved.config) + length
@@ -337,7 +337,7 @@ def _is_longer(run_dir: RunDir, resolved: Resolved) -> bool:
 
 
 def is_unchanged(run_dir: RunDir, resolved: Resolved) -> bool:
-    """Whether the last attempt of a run had exactly these values."""
+    """True if the last attempt of a run had exactly these values."""
     try:
         return _old_config(run_dir) == resolved.config
     except UserError:

@@ -60,7 +60,7 @@ def require_own(path: Path) -> None:
 
 
 def is_own(path: Path) -> bool:
-    """Whether an entry is missing or belongs to this user. See `require_own`."""
+    """True if an entry is missing or belongs to this user. See `require_own`."""
     try:
         require_own(path)
     except (OSError, PreflightError):
@@ -96,7 +96,7 @@ def open_own_file(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> Bi
 
 
 def shows_owner(folder: Path, owner: str) -> bool:
-    """Whether a new file in this folder shows the same owner.
+    """True if a new file in this folder shows the same owner.
 
     Some network disks show one owner for every file.
     """

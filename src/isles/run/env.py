@@ -94,7 +94,7 @@ def allocation(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def is_job_node(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process is on a node of its Slurm job. A shell of salloc may be on another
+    """True if this process is on a node of its Slurm job. A shell of salloc may be on another
     host."""
     return bool(environ.get("SLURMD_NODENAME"))
 
@@ -106,12 +106,12 @@ def run_dir_of_script(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def is_sampled(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the agent of this process samples its node and ranks."""
+    """True if the agent of this process samples its node and ranks."""
     return environ.get(TELEMETRY) != "off"
 
 
 def is_in_container(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether isles has put this process into a container."""
+    """True if isles has put this process into a container."""
     return bool(environ.get(CONTAINER))
 
 
@@ -230,7 +230,7 @@ def visible_devices(environ: Mapping[str, str] = os.environ) -> list[str] | None
     return [entry.strip() for entry in value.split(",") if entry.strip() not in ("", "-1")]
 
 
-def hub_cache(environ: Mapping[str, str] = os.environ) -> Path:
+def huggingface_cache(environ: Mapping[str, str] = os.environ) -> Path:
     """Folder for downloads of huggingface_hub, by its documentation."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if environ.get(name):
@@ -245,7 +245,7 @@ def datasets_cache(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class HubAccess:
+class HuggingFaceAccess:
     """Access to Hugging Face, by huggingface_hub's documentation.
 
     `token` is a secret, or empty.
@@ -256,7 +256,7 @@ class HubAccess:
     is_offline: bool
 
 
-def hub_access(environ: Mapping[str, str] = os.environ) -> HubAccess:
+def huggingface_access(environ: Mapping[str, str] = os.environ) -> HuggingFaceAccess:
     """The address of Hugging Face, the token of this account, and whether downloads are off."""
     endpoint = (environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     token = environ.get("HF_TOKEN") or environ.get("HUGGING_FACE_HUB_TOKEN") or ""
@@ -265,7 +265,7 @@ def hub_access(environ: Mapping[str, str] = os.environ) -> HubAccess:
         path = Path(given).expanduser() if given else _hub_home(environ) / "token"
         with suppress(OSError):
             token = path.read_text(encoding="utf-8").strip()
-    return HubAccess(endpoint, token, _is_on(environ, "HF_HUB_OFFLINE"))
+    return HuggingFaceAccess(endpoint, token, _is_on(environ, "HF_HUB_OFFLINE"))
 
 
 def _is_on(environ: Mapping[str, str], name: str) -> bool:

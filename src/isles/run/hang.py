@@ -29,7 +29,7 @@ Frame = tuple[str, int, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class RankPosition:
     """Position of a rank.
 
     Args:
@@ -57,7 +57,9 @@ class Hang:
     text: str
 
 
-def find_hang(ranks: Mapping[int, Position], hosts: Sequence[str], silent_s: float = 0.0) -> Hang:
+def find_hang(
+    ranks: Mapping[int, RankPosition], hosts: Sequence[str], silent_s: float = 0.0
+) -> Hang:
     """Find the ranks that the others wait for.
 
     Args:
@@ -103,7 +105,7 @@ def _name(rank: int, hosts: Sequence[str]) -> str:
     return f"rank {rank} on {hosts[rank]}"
 
 
-def _doing(position: Position) -> str:
+def _doing(position: RankPosition) -> str:
     words = f"in {position.stage}" if position.stage in STAGES else position.stage
     if position.waits_in:
         words += f", waiting in {position.waits_in}"

@@ -75,7 +75,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SavedTensor:
     """A tensor of a checkpoint. `dtype` is one of `ITEM_BYTES`."""
 
     dtype: str
@@ -91,16 +91,16 @@ class Index:
         is_old: each piece is a small archive of `torch.save` instead of plain numbers.
     """
 
-    tensors: Mapping[str, Entry]
+    tensors: Mapping[str, SavedTensor]
     is_old: bool = False
 
 
 def has_index(names: Mapping[str, object]) -> bool:
-    """Whether an index is among the files of a checkpoint."""
+    """True if an index is among the files of a checkpoint."""
     return INDEX in names or OLD_INDEX in names
 
 
-def index_text(tensors: Mapping[str, Entry]) -> str:
+def index_text(tensors: Mapping[str, SavedTensor]) -> str:
     """The text of `tensors.json`."""
     records = {
         name: {
@@ -199,7 +199,7 @@ def _old_records(data: bytes, file_sizes: Mapping[str, int]) -> dict[str, Any]:
 
 def _entry(
     name: object, record: Any, sizes: Mapping[str, int], layouts: _Layouts, is_old: bool
-) -> Entry:
+) -> SavedTensor:
     if not isinstance(name, str) or len(name) > _LONGEST_NAME:
         raise IndexFault("the name of a tensor is not text, or too long")
     shown = ascii(name)[1:-1][:80]
@@ -232,7 +232,7 @@ def _entry(
         raise IndexFault(f"the pieces of {shown} have {total} of its {numel} numbers")
     if not layouts.are_apart([piece for piece in pieces if piece.length]):
         raise IndexFault(f"pieces of {shown} overlap and leave a gap")
-    return Entry(dtype, shape, tuple(pieces))
+    return SavedTensor(dtype, shape, tuple(pieces))
 
 
 class _Layouts:

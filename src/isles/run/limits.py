@@ -21,14 +21,14 @@ CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MainMemory:
     """Main memory of this process's container, job or machine, bytes."""
 
     total: int
     available: int
 
 
-def memory() -> Memory:
+def memory() -> MainMemory:
     """Main memory within every limit of control groups and `ulimit -v` for this process."""
     machine = psutil.virtual_memory()
     total, available = machine.total, machine.available
@@ -49,7 +49,7 @@ def memory() -> Memory:
     addresses, _ = resource.getrlimit(resource.RLIMIT_AS)  # ulimit -v
     if addresses != resource.RLIM_INFINITY:
         total, available = min(total, addresses), min(available, addresses)
-    return Memory(total, max(0, available))
+    return MainMemory(total, max(0, available))
 
 
 def cores() -> int:

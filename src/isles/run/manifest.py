@@ -45,7 +45,7 @@ def step_of(name: str) -> int | None:
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Whether `value` is a whole number from 0 to 2**62, and not True or False."""
+    """True if `value` is a whole number from 0 to 2**62, and not True or False."""
     return type(value) is int and 0 <= value < _MOST
 
 

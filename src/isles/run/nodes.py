@@ -91,19 +91,19 @@ class Fleet:
 
     @property
     def in_job(self) -> bool:
-        """Whether the agents are processes of a queue's job, which may be requeued."""
+        """True if the agents are processes of a queue's job, which may be requeued."""
         return self.launcher in ("kubernetes", "slurm", "pbs")
 
     @property
     def has_own_node(self) -> bool:
-        """Whether the agent of the first node is also the coordinator."""
+        """True if the agent of the first node is also the coordinator."""
         if self.launcher == "local":
             return len(self.nodes) == 1
         return not self.in_job and not self.are_replaced
 
     @property
     def are_replaced(self) -> bool:
-        """Whether the launcher replaces the agent of a lost node."""
+        """True if the launcher replaces the agent of a lost node."""
         return self.launcher == "ray"
 
     @property
@@ -113,12 +113,12 @@ class Fleet:
 
     @property
     def is_shared(self) -> bool:
-        """Whether isles knows that all nodes see the coordinator's run directory."""
+        """True if isles knows that all nodes see the coordinator's run directory."""
         return self.in_job or self.launcher == "local" or self.sees_run_dir
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the run continues without some of its nodes."""
+        """True if the run continues without some of its nodes."""
         return self.min_nodes < len(self.nodes)
 
     @property

@@ -185,5 +185,5 @@ class RunDir:
 
 
 def is_file(path: Path) -> bool:
-    """Whether the file exists. False also in a folder without permission for this user."""
+    """True if the file exists. False also in a folder without permission for this user."""
     return os.path.isfile(path)  # noqa: PTH113

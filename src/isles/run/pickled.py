@@ -1,8 +1,9 @@
 """Read the pickles of isles 0.1.0, which torch wrote, without running them.
 
 A pickle is a program. This reader knows only a few of its opcodes, and builds texts, numbers,
-tuples, lists and dicts. For an instance of a known class it builds a `Made`, which holds only the
-name of the class and its arguments. No class of torch or Python is imported, called or changed.
+tuples, lists and dicts. For an instance of a known class it builds a `PickledInstance`, which holds
+only the name of the class and its arguments. No class of torch or Python is imported, called or
+changed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class _Named:
         self.name = name
 
 
-class Made:
+class PickledInstance:
     """An instance in a pickle: its class, arguments and state. It is equal only to itself."""
 
     __slots__ = ("args", "name", "state")
@@ -59,7 +60,7 @@ _MARK = object()
 
 
 def read_pickle(data: bytes, most_opcodes: int = 1000) -> Any:
-    """Build the content of a pickle from plain values, `Made` and names.
+    """Build the content of a pickle from plain values, `PickledInstance` and names.
 
     Args:
         most_opcodes: limit for the opcodes: each takes time and memory. The default is for one
@@ -140,7 +141,7 @@ class _Machine:
         target = self._target(dict)
         for key, value in zip(values[::2], values[1::2], strict=True):
             # The hash of nested tuples may take forever.
-            if type(key) not in (str, Made):
+            if type(key) not in (str, PickledInstance):
                 raise PickleFault("it has a dict with an invalid key")
             target[key] = value
 
@@ -157,13 +158,13 @@ class _Machine:
 
     def _build(self, _: Any) -> None:
         state = self.pop()
-        made = self._target(Made)
+        made = self._target(PickledInstance)
         if made.name not in _CLASSES or made.state is not None:
             raise PickleFault(f"it gives {made.name} a state")
         made.state = state
 
     def _storage(self, _: Any) -> None:
-        self._stack.append(Made("storage", _tuple_of(self.pop())))
+        self._stack.append(PickledInstance("storage", _tuple_of(self.pop())))
 
 
 _CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
@@ -221,7 +222,7 @@ def _made(called: object, arguments: object, *, is_class: bool) -> Any:
             if getattr(kind, "name", "") != f"{_PLACE}._MEM_FORMAT_ENCODING":
                 raise PickleFault("it asks for an attribute, which does not belong in an index")
             return None
-    return Made(called.name, arguments)
+    return PickledInstance(called.name, arguments)
 
 
 def _tuple_of(value: object) -> tuple[Any, ...]:
@@ -269,8 +270,8 @@ def read_torch_index(data: bytes, most_opcodes: int) -> tuple[Tensors, Places]:
     return tensors, places
 
 
-def _of(value: object, name: str, tensor: object = None) -> Made:
-    if not isinstance(value, Made) or value.name != name:
+def _of(value: object, name: str, tensor: object = None) -> PickledInstance:
+    if not isinstance(value, PickledInstance) or value.name != name:
         of = f"{ascii(tensor)[1:-1][:80]} is not a tensor: " if type(tensor) is str else ""
         raise PickleFault(f"{of}it lacks a {name.rpartition('.')[2]} at its place")
     return value

@@ -63,11 +63,11 @@ class ProcessId:
         return self.host == socket.gethostname()
 
     def is_me(self) -> bool:
-        """Whether it is the calling process."""
+        """True if it is the calling process."""
         return self.is_here() and self.pid == os.getpid()
 
     def is_alive(self) -> bool:
-        """Whether it still runs. Only meaningful on its own host."""
+        """True if it still runs. Only meaningful on its own host."""
         try:
             process = psutil.Process(self.pid)
             # psutil derives the time from the boot time in whole seconds, which a correction of

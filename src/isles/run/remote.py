@@ -239,7 +239,7 @@ class MultiClusterRun:
 
     @property
     def meets(self) -> bool:
-        """Whether its clusters have a hub, which other engines do not need."""
+        """True if its clusters have a hub, which other engines do not need."""
         return self.engine == "hub"
 
     @property

@@ -186,7 +186,7 @@ def checkpoint_to_load(
 
 
 def has_saved(run_dir: RunDir, attempt: Attempt) -> bool:
-    """Whether this attempt has a checkpoint, by attempt number, as the clocks of hosts differ."""
+    """True if this attempt has a checkpoint, by attempt number, as the clocks of hosts differ."""
     return any(info.manifest.get("attempt") == attempt.number for info in list_checkpoints(run_dir))
 
 

@@ -223,6 +223,7 @@ class TorchEngine(Engine):
             held.shape, held.device_mesh, held.placements
         )
         part = tuple(slice(start, start + n) for start, n in zip(offset, shape, strict=True))
+        # Every rank has the whole value, so no communication is needed.
         held.to_local().copy_(value[part])
 
     @property

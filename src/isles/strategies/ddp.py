@@ -69,6 +69,7 @@ class DDPEngine(TorchEngine):
         return loss_sum
 
     def optimizer_step(self, *, lr: float, max_norm: float | None) -> Tensor:
+        # The gradients are views of the buckets, so the step zeroes them in place.
         return self._stepper.step(lr=lr, max_norm=max_norm, keep_gradients=self._ddp is not None)
 
     def communication_s(self) -> float | None:
@@ -84,6 +85,7 @@ class DDPEngine(TorchEngine):
 
     def _backward(self, batch: Batch, scale: float, *, syncs: bool) -> Tensor:
         quiet = self._ddp is not None and not syncs
+        # Earlier micro-batches only add to the local gradient; the last one reduces the sum.
         with self._ddp.no_sync() if quiet and self._ddp else contextlib.nullcontext():
             loss_sum = self._loss_sum(self._forward, batch)
             loss = self._stepper.scaled(loss_sum * scale, loss_sum)
@@ -103,6 +105,7 @@ def _wrap(
         wrapped = DistributedDataParallel(
             model,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
+            # Otherwise every gradient exists twice, once in its bucket.
             gradient_as_bucket_view=True,
             broadcast_buffers=False,  # buffers are constants, and equal on all ranks
             # The weights are equal already; checking that would send a frozen model over the
@@ -131,6 +134,7 @@ def _wrap(
 def _compress(dtype: torch.dtype, bucket: Any) -> torch.futures.Future[Tensor]:
     # The mean of a bucket, sent in a narrower dtype; torch's own bf16 hook refuses gloo.
     gradients = bucket.buffer()
+    # Divided before the sum: a sum of fp16 gradients of all ranks could overflow.
     narrow = gradients.div(dist.get_world_size()).to(dtype)
     work = dist.all_reduce(narrow, async_op=True)
     assert work is not None

@@ -107,6 +107,7 @@ def shard_model(
         fully_shard(block, **options, reshard_after_forward=reshards)
     for end in _ends(model):
         fully_shard(end, **options, reshard_after_forward=reshards)
+    # Backward begins with the root, so a release after forward would only gather it again.
     fully_shard(model, **options, reshard_after_forward=False)
     _prefetch(blocks, config)
     return [module for module in model.modules() if isinstance(module, FSDPModule)][::-1]
@@ -117,11 +118,12 @@ def allocate(model: nn.Module, config: FSDPStrategyConfig, device: torch.device)
     model.to_empty(device=torch.device("cpu") if config.cpu_offload else device)
     if config.cpu_offload:
         for buffer in model.buffers():
+            # FSDP2 offloads only parameters. The forward pass needs the buffers on the device.
             buffer.data = buffer.data.to(device)
 
 
 def reduces_each_micro_step(config: FSDPStrategyConfig) -> bool:
-    """Whether gradients are sharded after every micro-batch, so that they are never held whole.
+    """True if gradients are sharded after every micro-batch, so that they are never held whole.
 
     Otherwise they are reduced once per step, and each rank holds the whole gradients of all
     parameters that it uses.

@@ -237,6 +237,7 @@ class _FusedLoss(torch.autograd.Function):
         weight = weight_VH if dtype is None else weight_VH.to(dtype)
         total = torch.zeros((), dtype=torch.float32, device=hidden_NH.device)
         grad_hidden = torch.empty_like(hidden_NH) if wants[0] else None
+        # A sum over many chunks: bf16 would round it after each chunk.
         grad_weight = _zeros_fp32(weight_VH) if wants[1] else None
         grad_bias = _zeros_fp32(bias_V) if wants[2] and bias_V is not None else None
         start = 0
@@ -252,6 +253,7 @@ class _FusedLoss(torch.autograd.Function):
             losses_C1 = log_sum_C1 - logits_CV.gather(1, places_C1)
             total += torch.where(known_C1, losses_C1, 0).sum()
             if any(wants):
+                # In place: a second tensor of this size would double the memory of a chunk.
                 grad_CV = logits_CV.sub_(log_sum_C1).exp_()
                 grad_CV.scatter_add_(1, places_C1, torch.full_like(losses_C1, -1.0))
                 if may_ignore:

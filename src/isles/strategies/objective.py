@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from isles.dist.batch import IGNORE_INDEX
 from isles.strategies.head import LossHead
-from isles.strategies.sequence import Part
+from isles.strategies.sequence import MicroBatchPart
 
 
 class Objective(ABC):
@@ -25,7 +25,7 @@ class Objective(ABC):
         self._head = LossHead(model)
 
     @abstractmethod
-    def loss_sum(self, forward: Callable[..., Any], part: Part) -> Tensor:
+    def loss_sum(self, forward: Callable[..., Any], part: MicroBatchPart) -> Tensor:
         """The loss summed over the units that the method counts: an fp32 scalar with gradients.
 
         All ranks that share the model must call this.
@@ -36,7 +36,7 @@ class Objective(ABC):
         """
 
     @torch.no_grad()
-    def row_scores(self, forward: Callable[..., Any], part: Part) -> Tensor:
+    def row_scores(self, forward: Callable[..., Any], part: MicroBatchPart) -> Tensor:
         """Log-probability of the targets of each row, [B] in fp32; without gradients.
 
         All ranks that share the model must call this.
@@ -62,7 +62,7 @@ MakeObjective = Callable[[nn.Module], Objective]
 class CausalLM(Objective):
     """Predict the next token: cross-entropy, summed over the target tokens."""
 
-    def loss_sum(self, forward: Callable[..., Any], part: Part) -> Tensor:
+    def loss_sum(self, forward: Callable[..., Any], part: MicroBatchPart) -> Tensor:
         return self._head.loss_sum(forward, part.inputs, part.targets_BT, part.places_N)
 
 
@@ -88,7 +88,7 @@ class DPO(Objective):
         self._smoothing = label_smoothing
         self._sums: dict[bool, Tensor | None] = {True: None, False: None}
 
-    def loss_sum(self, forward: Callable[..., Any], part: Part) -> Tensor:
+    def loss_sum(self, forward: Callable[..., Any], part: MicroBatchPart) -> Tensor:
         assert part.reference_B is not None, "pairs carry the reference's scores"
         losses_BT = self._head.token_losses(forward, part.inputs, part.targets_BT)
         # A reward, up to a term that cancels between the two answers to one prompt.

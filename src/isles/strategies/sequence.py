@@ -21,7 +21,7 @@ _NAME = "isles_context_parallel"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MicroBatchPart:
     """This rank's part of a micro-batch."""
 
     inputs: dict[str, Any]
@@ -38,7 +38,7 @@ class Part:
     """See `Batch`."""
 
 
-def whole(batch: Batch, model: Any | None) -> Part:
+def whole(batch: Batch, model: Any | None) -> MicroBatchPart:
     """A micro-batch whose whole sequences are on this rank.
 
     Args:
@@ -52,10 +52,10 @@ def whole(batch: Batch, model: Any | None) -> Part:
             inputs["position_ids"] = batch.position_ids_BT
         else:
             inputs |= isolation_inputs(model, batch.position_ids_BT, batch.cu_seqlens_N)
-    return Part(inputs, batch.targets_BT, batch.places_N, batch.reference_B)
+    return MicroBatchPart(inputs, batch.targets_BT, batch.places_N, batch.reference_B)
 
 
-def localize(batch: Batch, mesh: Mesh, model: Any | None) -> Part:
+def localize(batch: Batch, mesh: Mesh, model: Any | None) -> MicroBatchPart:
     """This rank's part of the sequences of a micro-batch.
 
     If documents are kept apart and sequences are sharded, the mask covers the whole sequences,
@@ -79,7 +79,7 @@ def localize(batch: Batch, mesh: Mesh, model: Any | None) -> Part:
     else:
         inputs["position_ids"] = batch.position_ids_BT[:, here]
         inputs["attention_mask"] = block_mask(batch.position_ids_BT)
-    return Part(inputs, batch.targets_BT[:, here], None, batch.reference_B)
+    return MicroBatchPart(inputs, batch.targets_BT[:, here], None, batch.reference_B)
 
 
 def use_context_parallel_attention(model: Any, mesh: Mesh, method: str) -> None:
@@ -135,6 +135,7 @@ class _AllGather:
             mask = attention_mask[:, :, first:seen, :seen]
         out_BHtD = F.scaled_dot_product_attention(
             query_BHtD,
+            # No query of this rank attends to later keys, so they are not computed.
             key_BHTD[:, :, :seen],
             value_BHTD[:, :, :seen],
             attn_mask=mask,
@@ -203,6 +204,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad = grad.contiguous()
+        # The queries of every rank have used the keys and values of this rank.
         dist.all_reduce(grad, group=ctx.group)
         size, rank = dist.get_world_size(ctx.group), dist.get_rank(ctx.group)
         return grad.chunk(size, 2)[rank].contiguous(), None

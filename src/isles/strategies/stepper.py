@@ -105,6 +105,7 @@ class Stepper:
             self._guard.watch(self._scaler.health())
         self._guard.count()
         for optimizer in self._each_optimizer():
+            # None frees the memory of the gradients until the next backward pass.
             optimizer.zero_grad(set_to_none=not keep_gradients)
         return norm
 
@@ -157,6 +158,7 @@ class Stepper:
         for norm in whole:
             squares += norm.float().to(self._device) ** 2
         if self._stages is not None:
+            # Each stage has other parameters, so the squares add up to those of the whole model.
             dist.all_reduce(squares, group=self._stages)
         return squares.sqrt()
 

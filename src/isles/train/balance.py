@@ -13,7 +13,7 @@ from torch import nn
 
 from isles.balance.balancer import Balancer
 from isles.balance.curve import Curve, slowest
-from isles.balance.revise import Allocation, Device, History, choose, equal_devices, pooled
+from isles.balance.revise import Allocation, RankDevice, SplitHistory, choose, equal_devices, pooled
 from isles.checkpoint.tensors import disk_failure
 from isles.config.fit import memory_advice
 from isles.config.layout import Strategy
@@ -116,7 +116,7 @@ class _Chooser:
         self._manifest: Mapping[str, Any] = resume_from.manifest if resume_from else {}
         self._rows = config.training.global_batch_size
         self._in_step = runs_in_step(strategy)
-        self._devices = world.gather(Device(world.host, _device_name(world), mesh.dp_rank))
+        self._devices = world.gather(RankDevice(world.host, _device_name(world), mesh.dp_rank))
         self._hosts = [device.host for device in self._devices]
         cluster = config.clusters[0]
         self._may_miss = cluster.min_nodes < cluster.max_nodes
@@ -127,11 +127,13 @@ class _Chooser:
         self.is_auto = config.balance == "auto" and mesh.dp_size > 1
         self._is_measured = self.is_auto and len(set(self._equals)) > 1
 
-    def history(self, run_dir: RunDir, step: int, recorder: Recorder) -> tuple[History, Allocation]:
+    def history(
+        self, run_dir: RunDir, step: int, recorder: Recorder
+    ) -> tuple[SplitHistory, Allocation]:
         # The split decided earlier, if it still holds; else an empty one.
-        def load() -> History:
+        def load() -> SplitHistory:
             with contextlib.nullcontext() if self._from is None else self._from.reading("balance"):
-                return History.load(run_dir.balance, self._manifest.get("balance"))
+                return SplitHistory.load(run_dir.balance, self._manifest.get("balance"))
 
         before = self._world.main_first(load)
         history = before.going_on_after(step, self._fits)
@@ -254,7 +256,7 @@ class _Chooser:
         return sizes
 
 
-def _write(history: History, file: Path) -> None:
+def _write(history: SplitHistory, file: Path) -> None:
     try:
         history.write(file)
     except OSError as error:

@@ -12,7 +12,7 @@ from isles.run.hang import STAGES
 _RECENT_STEPS = 31
 
 
-class Moment(NamedTuple):
+class CurrentStage(NamedTuple):
     """The position of a rank.
 
     Args:
@@ -39,7 +39,7 @@ class StepClock:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.now = now
-        self.moment = Moment("", 0, "", began := now(), began)
+        self.moment = CurrentStage("", 0, "", began := now(), began)
         self.steps: deque[float] = deque(maxlen=_RECENT_STEPS)
         """Seconds that each of the last steps took."""
         self.longest_evaluation_s = 0.0
@@ -62,7 +62,7 @@ class StepClock:
 
     def _leave(self, phase: str, step: int, stage: str) -> None:
         now = self.now()
-        before, self.moment = self.moment, Moment(phase, step, stage, now, now)
+        before, self.moment = self.moment, CurrentStage(phase, step, stage, now, now)
         took_s = now - before.since
         if before.phase == "step":
             self.steps.append(took_s)

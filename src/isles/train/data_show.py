@@ -22,7 +22,7 @@ from isles.config.sections.data import SourceConfig
 from isles.config.sections.run import RunConfig
 from isles.data.show import (
     Figures,
-    Shown,
+    ShownDocument,
     field_notes,
     figures_of,
     shown_document,
@@ -121,7 +121,7 @@ def _of_stream(
     config: RunConfig,
     num_samples: int,
     decode: Callable[[list[int]], str],
-) -> Iterator[Shown]:
+) -> Iterator[ShownDocument]:
     # The first documents of a source that has not been read to its end.
     each = 2 if encoder.kind == "preference" else 1
     documents = (document for batch in batches for document in batch)
@@ -148,14 +148,14 @@ def _describe(source: SourceConfig, encoder: Encoder, config: RunConfig) -> str:
     return " · ".join(parts)
 
 
-def _print(document: Shown, console: Console) -> None:
-    has_colours = console.is_terminal and console.color_system is not None
+def _print(document: ShownDocument, console: Console) -> None:
+    has_colors = console.is_terminal and console.color_system is not None
     console.print(Text(f"── {document.title}", style="dim"))
     text = Text()
     for stretch in document.stretches:
         if not stretch.is_trained:
             text.append(stretch.text)
-        elif has_colours:
+        elif has_colors:
             text.append(stretch.text, style="bold green")
         else:
             text.append(f"{_OPEN}{stretch.text}{_CLOSE}")

@@ -20,8 +20,8 @@ from isles.checkpoint.export import (
     export_model,
     read_trained,
 )
-from isles.checkpoint.hub import push
 from isles.checkpoint.reread import read_again
+from isles.checkpoint.upload import push
 from isles.config.resolve import Resolved
 from isles.config.sections.run import RunConfig
 from isles.errors import UserError
@@ -71,7 +71,7 @@ def finish(parts: Parts) -> bool:
     if note := unmoved(parts.config, losses, evals):
         parts.recorder.note(note)
     parts.recorder.finished(summary)
-    notes = {"hub": pushed, "export_error": failed}
+    notes = {"huggingface": pushed, "export_error": failed}
     write_record(run_dir.summary, summary | {k: v for k, v in notes.items() if v is not None})
     _plot_loss(curves, run_dir.name, run_dir.loss_plot)
     return exports and failed is None

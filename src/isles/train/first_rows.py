@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from isles.config.files import may_be_hub_id
+from isles.config.files import may_be_huggingface_id
 from isles.config.sections.data import SourceConfig
 from isles.config.sections.run import RunConfig
 from isles.data.show import field_notes
@@ -39,7 +39,7 @@ def heads(config: RunConfig) -> Iterator[dict[str, Any]]:
     """Check the first rows of each source of local files."""
     tokenizer = None
     for number, source in enumerate(config.data.sources):
-        if source.type == "fake" or may_be_hub_id(str(source.path)):
+        if source.type == "fake" or may_be_huggingface_id(str(source.path)):
             continue
         head: dict[str, Any] = {"number": number, "path": source.path, "rows": 0, "notes": []}
         try:

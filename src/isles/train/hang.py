@@ -32,12 +32,12 @@ from isles.dist.world import World
 from isles.errors import ExitCode
 from isles.facts.units import format_duration
 from isles.run.env import RankEnv
-from isles.run.hang import Frame, Hang, Position, collective_in, find_hang, place_in_words
+from isles.run.hang import Frame, Hang, RankPosition, collective_in, find_hang, place_in_words
 from isles.run.live import StacksRequests, Tell
 from isles.run.outcome import end_without_agent, error_record
 from isles.run.paths import Attempt
 from isles.run.records import read_record, write_record, write_text_atomic
-from isles.train.clock import Moment, StepClock
+from isles.train.clock import CurrentStage, StepClock
 from isles.train.record import Recorder
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ compiled models."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ThreadPositions:
     """The positions of a rank's threads.
 
     Args:
@@ -76,7 +76,7 @@ class Place:
     stacks: str
 
 
-def place_now(main: int, *, is_gpu: bool) -> Place:
+def place_now(main: int, *, is_gpu: bool) -> ThreadPositions:
     """The positions of this process's threads. Call it from a thread other than the main thread.
 
     Args:
@@ -100,7 +100,7 @@ def place_now(main: int, *, is_gpu: bool) -> Place:
         frame = frames.get(ident)
         lines = traceback.format_stack(frame) if frame else ["  this thread has no Python frame\n"]
         texts.append(f"thread {names.get(ident, ident)}:\n{''.join(lines)}")
-    return Place(place_in_words(leaf), waits_in, "\n".join(texts))
+    return ThreadPositions(place_in_words(leaf), waits_in, "\n".join(texts))
 
 
 def _stack(frame: FrameType | None) -> list[Frame]:
@@ -241,7 +241,7 @@ class Watchdog:
             self._decide(hang, now)
         self._looked_at = self._clock.now()
 
-    def _limit_s(self, moment: Moment) -> float | None:
+    def _limit_s(self, moment: CurrentStage) -> float | None:
         # Seconds that this phase may take; None: no limit.
         config, steps = self._config.watchdog, self._clock.steps
         times = _COMPILING if self._config.training.torch_compile else _FIRST
@@ -307,7 +307,7 @@ class Watchdog:
         if any(r < self._rank and a["phase"] == hang.moment.phase for r, a in answers.items()):
             return
         positions = {
-            rank: Position(a["step"], a["stage"], a["at"], a["waits_in"])
+            rank: RankPosition(a["step"], a["stage"], a["at"], a["waits_in"])
             for rank, a in answers.items()
         }
         for rank, answer in answers.items():
@@ -385,7 +385,7 @@ class Watchdog:
 
 @dataclass(slots=True)
 class _Overdue:
-    moment: Moment
+    moment: CurrentStage
     noticed_at: float  # or asked, which may be later if the store is unreachable
     question: int = 0  # its number in the store; 0: not asked yet
     is_decided: bool = False

@@ -20,6 +20,8 @@ def train(parts: Parts) -> ExitCode:
         step = progress.step + 1
         is_recorded = step % config.logging_steps == 0 or step in (1, parts.total_steps)
         parts.meter.clock.step(step)
+        # The exchange of requests runs during the step and is read at its end, so that it costs no
+        # time.
         parts.agreement.ask(outer=parts.outer is not None and parts.outer.plan())
 
         # The inner step.
@@ -51,8 +53,11 @@ def train(parts: Parts) -> ExitCode:
         stop = outer_step(parts, decision) or decision.stop
 
         parts.rebalance(data.next_sample - data.first_sample)
+        # The last step is evaluated after the loop.
         evaluates = parts.is_due(config.eval_steps) and progress.step != parts.total_steps
         saves = decision.save or stop or parts.is_due(parts.config.checkpoint.every_steps)
+        # The check waits for the GPU. So do recording, evaluating and saving, so it costs nothing
+        # there.
         if is_recorded or evaluates or saves or parts.checks_every_step:
             parts.check_finite()
         if is_recorded:
@@ -61,6 +66,7 @@ def train(parts: Parts) -> ExitCode:
             parts.evaluate()
         if saves:
             parts.save(wait=bool(stop))
+        # Time that is up ends the run normally, with an evaluation; other stops only save.
         if stop and stop != TIME_IS_UP:
             return ExitCode(stop)
         if stop == TIME_IS_UP:

@@ -80,6 +80,7 @@ class StepMeter:
 
     def add(self, loss_sum: torch.Tensor) -> None:
         """Add a micro-batch's summed loss on this rank."""
+        # On the device: `.item()` would wait for the GPU in each micro-batch.
         self._loss += loss_sum
 
     def step_done(self, *, tokens: int, loss_divisor: int, padding_share: float) -> None:
@@ -130,6 +131,7 @@ class StepMeter:
         seconds = {phase: took_s / max(1, self._timed) for phase, took_s in self._parts.items()}
         seconds["communication"] = math.nan if communication_s is None else communication_s
         summed = {"loss": self._loss, **sums}
+        # The host waits for the GPU here, so only recorded steps may come here.
         losses = {name: float(value.item()) for name, value in summed.items()}
         passes = self._last["forward_backward"], blocks_s
         ranks = self._world.gather((seconds, losses, peak_bytes, passes))
@@ -179,6 +181,8 @@ class StepMeter:
 
     def _now(self) -> float:
         if self._cuda:
+            # Kernels run after the call that starts them: without this, a part would be timed too
+            # short.
             torch.cuda.synchronize(self._world.device)
         return time.perf_counter()
 
@@ -230,10 +234,12 @@ def evaluate(
             if counts:
                 known_BT = batch.targets_BT != IGNORE_INDEX
                 total[1] += known_BT.sum()
+                # Every second row begins a pair. A pair without targets only fills up a batch.
                 total[2] += known_BT.any(1)[0::2].sum()
     finally:
         engine.model.train()
     figures = engine.take_figures(of_training=False)
+    # One tensor, so that all sums need one all-reduce.
     sums = torch.cat([total.cpu(), *(value.double().cpu().view(1) for value in figures.values())])
     if world.world_size > 1:
         dist.all_reduce(sums, group=world.control)

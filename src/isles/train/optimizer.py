@@ -106,17 +106,18 @@ class MuonFp32(torch.optim.Muon):
                 buffer = self.state[parameter]["momentum_buffer"]
                 buffer.lerp_(parameter.grad, 1 - group["momentum"])
                 update = parameter.grad.lerp(buffer, group["momentum"]).float()
-                update = _orthogonalised(update, group)
+                update = _orthogonalized(update, group)
                 scale = 0.2 * max(parameter.shape) ** 0.5
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(update, alpha=-group["lr"] * scale)
         return loss
 
 
-def _orthogonalised(matrix: Tensor, group: dict[str, Any]) -> Tensor:
+def _orthogonalized(matrix: Tensor, group: dict[str, Any]) -> Tensor:
     # The nearest matrix whose singular values are about 1, by Newton-Schulz iterations.
     a, b, c = group["ns_coefficients"]
     is_tall = matrix.shape[0] > matrix.shape[1]
+    # The Gram matrix of the rows is smaller if there are fewer rows than columns.
     x = matrix.T if is_tall else matrix
     x = x / x.norm().clamp(min=group["eps"])
     for _ in range(group["ns_steps"]):
@@ -216,6 +217,7 @@ class LowMemoryAdamW(Optimizer):
         stance = "default" if device.type == "cuda" else "force_eager"
         with (
             torch.compiler.set_stance(stance),
+            # Rounding sets seeds, and dropout must not start again from them.
             torch.random.fork_rng(devices=devices, enabled=self._rounds_at_random),
         ):
             place = -1

@@ -69,11 +69,11 @@ class Parts:
 
     @property
     def checks_every_step(self) -> bool:
-        """Whether reading a number does not wait, as on a CPU."""
+        """True if reading a number does not wait, as on a CPU."""
         return self.world.device.type == "cpu"
 
     def is_due(self, every: int | None) -> bool:
-        """Whether an action with this interval in steps is due now."""
+        """True if an action with this interval in steps is due now."""
         return every is not None and self.progress.has_reached(every)
 
     def record(self, *, lr: float, grad_norm: torch.Tensor) -> None:
@@ -169,6 +169,7 @@ class Parts:
         """Save a checkpoint of this step. All ranks must call this."""
         paused = self.meter.pause("saving")
         if self.outer is not None:
+            # The state has no place for an average that the weights do not have yet.
             self.outer.exchange.finish_move()
         self.checkpoints.save(
             self.engine.state_dict(),
@@ -294,6 +295,7 @@ class Parts:
         }
 
 
+# A run does not change folders, and each save would start git again.
 @functools.cache
 def _git_commit() -> str | None:
     # The git commit of the folder that the run was started in, if any.

@@ -84,5 +84,5 @@ class Progress:
         self.step = max(self.step, step)
 
     def has_reached(self, every: int) -> bool:
-        """Whether the last step, or a step number that it skipped, is a multiple of `every`."""
+        """True if the last step, or a step number that it skipped, is a multiple of `every`."""
         return self.step // every > self._step_before // every

@@ -15,7 +15,7 @@ from typing import Any, assert_never
 import torch
 
 import isles
-from isles.checkpoint.hub import check_push
+from isles.checkpoint.upload import check_push
 from isles.config.resolve import Resolved, leaves
 from isles.config.sections.output import (
     JsonlConfig,

@@ -71,12 +71,13 @@ class StopSignals:
     def __init__(self, attempt: Attempt | None = None) -> None:
         self.requested = 0
         self.was_requested = False
-        """Whether a request in the attempt's folder caused the stop."""
+        """True if a request in the attempt's folder caused the stop."""
         self._is_now = False
         self._training = False
         self._before = {number: signal.signal(number, self._handle) for number in _CODES}
         # A rank that waits inside torch does not run handlers, so a thread acts for it.
         reader, writer = os.pipe()
+        # set_wakeup_fd refuses a descriptor that can block.
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
@@ -190,6 +191,7 @@ class Agreement:
                 save = 1
         self._requests[0], self._requests[1], self._requests[2] = stop, save, int(outer)
         if self._world.world_size > 1:
+            # The largest number is the strongest request: NOW, then 130, 85, 84, then TIME_IS_UP.
             self._work = dist.all_reduce(
                 self._requests, op=dist.ReduceOp.MAX, group=self._world.control, async_op=True
             )

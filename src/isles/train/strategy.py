@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from isles.config.auto import Machine, choose_strategy, describe, needed_bytes
+from isles.config.auto import Resources, choose_strategy, describe, needed_bytes
 from isles.config.interop.deepspeed import check_accumulation, deepspeed_settings, resolve_stage
 from isles.config.layout import Strategy, make_layout
 from isles.config.sections.run import RunConfig
@@ -70,7 +70,7 @@ def _choose(config: RunConfig, world: World, model: nn.Module) -> tuple[Strategy
         mine = int(torch.cuda.get_device_properties(world.device).total_memory)
     else:
         mine = memory().total // world.local_world_size
-    machine = Machine(world.world_size, _ranks_per_node(world), min(world.gather(mine)), None)
+    machine = Resources(world.world_size, _ranks_per_node(world), min(world.gather(mine)), None)
     whole = needed_bytes(size, config, DDPStrategyConfig(), machine)
     if world.world_size > 1 and whole > machine.usable_bytes:
         machine = replace(machine, link_bytes_per_s=_link_bytes_per_s(world))
@@ -112,7 +112,7 @@ def _ranks_per_node(world: World) -> int:
 
 
 def is_sharded(strategy: Strategy) -> bool:
-    """Whether the model is built empty, sharded, and then filled piece by piece."""
+    """True if the model is built empty, sharded, and then filled piece by piece."""
     match strategy:
         case AutoStrategy():
             return False
@@ -127,12 +127,12 @@ def is_sharded(strategy: Strategy) -> bool:
 
 
 def runs_in_step(strategy: Strategy) -> bool:
-    """Whether all ranks must make the same number of micro-steps."""
+    """True if all ranks must make the same number of micro-steps."""
     return not isinstance(strategy, DDPStrategyConfig) or is_sharded(strategy)
 
 
 def needs_fixed_length(config: RunConfig) -> bool:
-    """Whether every batch must have rows of data.seq_length.
+    """True if every batch must have rows of data.seq_length.
 
     torch.compile would compile every other length again. Ranks that share a sequence cut it into
     equal pieces. A pipeline has buffers for one shape. `auto` chooses none of these.
@@ -143,7 +143,7 @@ def needs_fixed_length(config: RunConfig) -> bool:
 
 
 def holds_whole_model(strategy: Strategy) -> bool:
-    """Whether every rank holds the whole model and its optimizer."""
+    """True if every rank holds the whole model and its optimizer."""
     return isinstance(strategy, DDPStrategyConfig) and not is_sharded(strategy)
 
 

@@ -18,10 +18,10 @@ from pydantic import TypeAdapter, ValidationError
 from transformers import GenerationConfig
 
 from isles.checkpoint.export import read_trained
-from isles.checkpoint.hub import check_push, push
 from isles.checkpoint.load import load_tensors, sound_checkpoint
+from isles.checkpoint.upload import check_push, push
 from isles.config.resolve import Resolved
-from isles.config.sections.output import HubId
+from isles.config.sections.output import HuggingFaceId
 from isles.config.sections.strategy import DDPStrategyConfig
 from isles.config.yaml import shorten
 from isles.data.chat.template import chat_prompt
@@ -105,7 +105,7 @@ def _export(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) ->
     repo = options.push_to_hub
     if repo is not None:
         try:
-            TypeAdapter(HubId).validate_python(repo)
+            TypeAdapter(HuggingFaceId).validate_python(repo)
         except ValidationError:
             raise UserError(
                 f"{repo!r} is not a repository name",

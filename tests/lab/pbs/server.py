@@ -4,7 +4,7 @@ A stand-in for tests: no PBS server can be installed without a machine of its ow
 real OpenPBS 23.06 was seen to do with the same jobs: the script begins in $HOME with a login shell
 and umask 077; tasks of pbsdsh get the job's variables, not what the script exported,
 PATH=/bin:/usr/bin, PBS_NODENUM, no PBS_NODEFILE on the first node, and write into the job's output
-file; qdel sends TERM to every process of the job, and KILL ten seconds later. Of the flavour
+file; qdel sends TERM to every process of the job, and KILL ten seconds later. Of the flavor
 torque, nothing was compared with a real one. Not there: time limits, nodes shared by jobs or named
 by them, priorities, reservations, hooks, staging, arrays, interactive jobs.
 """
@@ -141,7 +141,7 @@ def qsub(words: list[str], environ: dict[str, str]) -> Answer:
     head = takewhile(lambda line: line.startswith("#") or not line, script.splitlines())
     own = [word for line in head if line.startswith("#PBS") for word in shlex.split(line[4:])]
     given = QSUB.parse_args([*own, *words])
-    # Each flavour refuses the request of the other.
+    # Each flavor refuses the request of the other.
     asked = dict(text.split("=", 1) for text in given.l)["nodes" if IS_TORQUE else "select"]
     count, *parts = asked.split(":")
     values = {name: int(value) for name, value in (p.split("=") for p in parts) if name != "mem"}

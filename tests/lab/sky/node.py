@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def codes_of(what: str, *, wait: bool = False) -> list[int]:
-    """The exit codes of what all nodes run; `wait`: until all have ended, or it is cancelled."""
+    """The exit codes of what all nodes run; `wait`: until all have ended, or it is canceled."""
     paths = [FOLDER / f"{what}-{rank}" for rank in range(len(JOB["nodes"]))]
     while True:
         texts = [path.read_text() for path in paths if path.exists()]

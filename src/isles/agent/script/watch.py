@@ -18,7 +18,7 @@ from isles.agent.script.stacks import ENDED, Answer
 from isles.config.sections.training import WatchdogConfig
 from isles.errors import ExitCode
 from isles.facts.units import format_duration
-from isles.run.hang import Hang, Position, find_hang
+from isles.run.hang import Hang, RankPosition, find_hang
 from isles.run.live import StacksRequests
 from isles.run.outcome import ErrorRecord, error_record
 from isles.run.paths import Attempt, RunDir
@@ -267,7 +267,9 @@ def script_hang(answers: Mapping[int, Answer], hosts: list[str], step: int) -> H
         return Hang((*frozen, *missing), "; ".join(words[:3]))
     # A rank that has ended is ahead of the others, and they do not wait for it.
     stands = {
-        rank: Position(step + (answer["at"] == ENDED), "running", answer["at"], answer["waits_in"])
+        rank: RankPosition(
+            step + (answer["at"] == ENDED), "running", answer["at"], answer["waits_in"]
+        )
         for rank, answer in answers.items()
     }
     return find_hang(stands, hosts)

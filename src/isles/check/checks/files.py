@@ -18,7 +18,7 @@ from isles.config.sections.run import RunConfig
 from isles.errors import UserError
 from isles.facts.units import format_bytes
 from isles.launch.huggingface import ask_huggingface, huggingface_issue
-from isles.run.env import cache_home, hub_cache
+from isles.run.env import cache_home, huggingface_cache
 from isles.run.records import NO_SPACE, NOT_A_FOLDER, how_to_write, refusal
 
 _LEAST_BYTES = 1 << 30
@@ -104,7 +104,9 @@ def _folders(plan: NodePlan, config: RunConfig | None) -> Iterator[Finding]:
     if plan.repos:
         # If the size of the model is unknown, do not guess its download.
         other = f"set HF_HOME in {variables} to a larger disk"
-        yield from _folder(plan, "the Hugging Face cache", hub_cache(), 2 * plan.num_params, other)
+        yield from _folder(
+            plan, "the Hugging Face cache", huggingface_cache(), 2 * plan.num_params, other
+        )
 
 
 def _folder(
@@ -161,7 +163,11 @@ def _named(plan: NodePlan, loaded: Loaded) -> Iterator[Finding]:
     looked = ["files.script"] if is_script else ["files.model", "files.data"]
     ignored = "" if plan.is_first else "files.data"  # the first host sends prepared data
     bad = {ignored}
-    failures = [*data_issues(loaded), *shape_issues(loaded, hub_cache()), *deepspeed_issues(loaded)]
+    failures = [
+        *data_issues(loaded),
+        *shape_issues(loaded, huggingface_cache()),
+        *deepspeed_issues(loaded),
+    ]
     for failure in failures:
         key = failure.where.rpartition(" ")[2]
         finding_id = "files.script" if key.startswith("training.script") else "files.model"
@@ -185,15 +191,15 @@ def _named(plan: NodePlan, loaded: Loaded) -> Iterator[Finding]:
             yield Finding(finding_id, "ok", plan.name, _WELL[finding_id])
 
 
-def hub(plan: NodePlan) -> Iterator[Finding]:
+def huggingface(plan: NodePlan) -> Iterator[Finding]:
     """Findings on access to the repositories of the run file on Hugging Face."""
     for row in ask_huggingface(plan.repos):
         what, state = f"{row['kind']} {row['name']}", row["state"]
         if state == "ok":
-            yield Finding("hub.access", "ok", plan.name, f"{what} is readable", "ok")
+            yield Finding("huggingface.access", "ok", plan.name, f"{what} is readable", "ok")
         elif state == "cached":
             text = f"{what} is in the cache; Hugging Face was not queried ({row['answer']})"
-            yield Finding("hub.access", "ok", plan.name, text, "cached")
+            yield Finding("huggingface.access", "ok", plan.name, text, "cached")
         else:
             finding_id, text, fix = huggingface_issue(row)
             level: Level = "warning" if state == "unknown" else "error"

@@ -33,12 +33,12 @@ _LOST = 2
 _SLOW_BYTES, _STUCK_BYTES = 10e6, 64 << 10
 _SLOW_STEP_S = 10.0
 
-Links = dict[str, dict[str, "Link"]]
+Links = dict[str, dict[str, "LinkMeasurement"]]
 """Links by the measuring host, and by its peer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkMeasurement:
     """Measurements of one host to another.
 
     Args:
@@ -74,7 +74,7 @@ class Listener:
         run = None
         for own in range(port, port + 100):
             with suppress(OSError):
-                run = _Server(("", own), _Stream)
+                run = _Server(("", own), _LinkHandler)
                 break
         if run is None:
             raise UserError(
@@ -82,7 +82,7 @@ class Listener:
                 fix="set clusters.0.network.port to the first of a hundred free ports",
                 id="port.taken",
             )
-        free, udp = _Server(("", 0), _Stream), socketserver.UDPServer(("", 0), _Datagram)
+        free, udp = _Server(("", 0), _LinkHandler), socketserver.UDPServer(("", 0), _Datagram)
         ports = {}
         for name, server in (("run", run), ("any", free), ("udp", udp)):
             threading.Thread(target=server.serve_forever, args=(_POLL_S,), daemon=True).start()
@@ -104,7 +104,7 @@ class _Server(socketserver.ThreadingTCPServer):
     request_queue_size = 256
 
 
-class _Stream(socketserver.BaseRequestHandler):
+class _LinkHandler(socketserver.BaseRequestHandler):
     # The first byte is the mode. E: echo all data. S: count it, and reply with bytes and seconds.
     def handle(self) -> None:
         link: socket.socket = self.request
@@ -136,10 +136,10 @@ def reach(peers: list[dict[str, Any]], timeout_s: float) -> dict[str, Any]:
         timeout_s: longest wait for a connection.
 
     Returns:
-        The fields of a `Link` for each peer.
+        The fields of a `LinkMeasurement` for each peer.
     """
 
-    def measure(peer: dict[str, Any]) -> Link:
+    def measure(peer: dict[str, Any]) -> LinkMeasurement:
         ports, address = peer["ports"], peer["address"]
         with ThreadPoolExecutor(3) as pool:
             run = pool.submit(connect, address, ports["run"], timeout_s)
@@ -149,7 +149,7 @@ def reach(peers: list[dict[str, Any]], timeout_s: float) -> dict[str, Any]:
         if not isinstance(opened, str):
             opened.close()
             opened = "ok"
-        return Link(opened, state, rtt_s, *datagrams.result())
+        return LinkMeasurement(opened, state, rtt_s, *datagrams.result())
 
     with ThreadPoolExecutor(max(1, len(peers))) as pool:
         found = list(pool.map(measure, peers))
@@ -247,7 +247,7 @@ def try_links(hosts: Hosts) -> None:
         return {"peers": rest, "timeout_s": _CONNECT_S}
 
     reached = {
-        name: {other: Link(**link) for other, link in answer.items()}
+        name: {other: LinkMeasurement(**link) for other, link in answer.items()}
         for name, answer in hosts.ask("reach", others)().items()
     }
     hosts.findings += link_findings(hosts, reached, ports)
@@ -340,7 +340,7 @@ def link_findings(hosts: Hosts, reached: Links, ports: Answers) -> list[Finding]
     return findings
 
 
-def _closed(link: Link, address: str, ports: Mapping[str, int]) -> str:
+def _closed(link: LinkMeasurement, address: str, ports: Mapping[str, int]) -> str:
     state = link.free if link.run == "ok" else link.run
     how = {
         "dropped": "no answer, as if a firewall drops packets",
@@ -371,7 +371,7 @@ def _opening(name: str, reach: Reach, firewalls: list[str]) -> str:
     return f"on {name}: {line}"
 
 
-def _packets(pair: str, link: Link) -> Iterator[Finding]:
+def _packets(pair: str, link: LinkMeasurement) -> Iterator[Finding]:
     if link.lost >= _LOST:
         text = f"{link.lost} of {link.sent} packets were lost: every exchange of gradients "
         text += "will wait"

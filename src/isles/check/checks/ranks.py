@@ -52,7 +52,7 @@ _STAGES = {
 }
 
 
-class Ranks:
+class CheckRanks:
     """One process with torch for each rank of this node. They start early and are used later."""
 
     def __init__(self) -> None:
@@ -267,7 +267,7 @@ def reduce_findings(
     """Findings on the all-reduce: its speed, or the failed ranks and their stage.
 
     Args:
-        answers: answers of `Ranks.reduce` to the `commands` for the ranks of each host.
+        answers: answers of `CheckRanks.reduce` to the `commands` for the ranks of each host.
         expected: rate of the slowest link between ranks, as text. Empty: unknown.
     """
     owner = {command["rank"]: name for name, own in commands.items() for command in own}

@@ -29,7 +29,7 @@ def rows(plan: NodePlan) -> Iterator[Finding]:
             [sys.executable, "-m", "isles.train.first_rows"],
             input=json.dumps(config).encode(),
             capture_output=True,
-            # `hub` reports missing downloads.
+            # `huggingface` reports missing downloads.
             env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
             timeout=LONGEST_S,
             check=False,

@@ -212,7 +212,7 @@ def _pod_rules(config: RunConfig, cluster: ClusterConfig, key: str) -> Iterator[
             f"gpus_per_node already requests {launcher.gpu_resource}",
             "delete it from resources",
         )
-    if launcher.flavour == "trainjob" and not launcher.is_default("keep_job"):
+    if launcher.flavor == "trainjob" and not launcher.is_default("keep_job"):
         yield Issue(
             (f"{key}.launcher.keep_job",),
             "keep_job has no effect, as Kubernetes does not delete a TrainJob",

@@ -202,7 +202,7 @@ def _windows(shape: Shape, key: str) -> Iterator[Issue]:
 
 def _long_rope(config: RunConfig, shape: Shape) -> Iterator[Issue]:
     # All rows of a micro-batch get the frequencies of its longest document, so that the loss of a
-    # document would depend on its neighbours. Only rows that are all full get the same ones.
+    # document would depend on its neighbors. Only rows that are all full get the same ones.
     original, data = _changes_beyond(shape), config.data
     if original is None or data.seq_length <= original:
         return

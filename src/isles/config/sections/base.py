@@ -44,7 +44,7 @@ class Section(BaseModel):
         return schema
 
     def is_default(self, key: str) -> bool:
-        """Whether a key has its default: a file that `isles config show` wrote names every key."""
+        """True if a key has its default: a file that `isles config show` wrote names every key."""
         return bool(getattr(self, key) == type(self).model_fields[key].default)
 
 

@@ -422,7 +422,7 @@ class ClusterConfig(Section):
 
     @property
     def is_here(self) -> bool:
-        """Whether all its ranks run on the machine that starts them."""
+        """True if all its ranks run on the machine that starts them."""
         return isinstance(self.launcher, LocalLauncherConfig)
 
     @property

@@ -102,7 +102,7 @@ class DataConfig(Section):
 
 
 def isolates(data: DataConfig, source: SourceConfig) -> bool:
-    """Whether documents of a source are isolated if they share a sample.
+    """True if documents of a source are isolated if they share a sample.
 
     Pairs of preferences and fake samples are never packed.
     """
@@ -114,5 +114,5 @@ def isolates(data: DataConfig, source: SourceConfig) -> bool:
 
 
 def isolates_any(data: DataConfig) -> bool:
-    """Whether packed documents of any source are isolated."""
+    """True if packed documents of any source are isolated."""
     return any(isolates(data, source) for source in data.sources)

@@ -58,7 +58,7 @@ class KubernetesLauncherConfig(Section):
     """Claims to mount. `output_dir` must be on a claim without read_only: Kubernetes deletes all
     other files of a pod with it."""
 
-    flavour: Literal["job", "jobset", "trainjob"] = "job"
+    flavor: Literal["job", "jobset", "trainjob"] = "job"
     """job: an Indexed Job, which every cluster supports. jobset: a JobSet. trainjob: a TrainJob of
     Kubeflow Trainer. The pods are the same."""
 

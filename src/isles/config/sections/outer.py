@@ -200,7 +200,7 @@ class DiLoCoConfig(Section):
     when it arrives."""
 
     def is_warmup(self, outer_step: int, num_fragments: int) -> bool:
-        """Whether a round, with this number of fragments, is one of the warmup_rounds."""
+        """True if a round, with this number of fragments, is one of the warmup_rounds."""
         return outer_step // num_fragments < self.warmup_rounds
 
     @property

@@ -8,12 +8,12 @@ from pydantic import Field
 
 from isles.config.sections.base import DurationS, Section, Text
 
-HubId = Annotated[
+HuggingFaceId = Annotated[
     str,
     Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9_][A-Za-z0-9._-]*$",
         max_length=96,
-        json_schema_extra={"x-isles-type": "hub-id"},
+        json_schema_extra={"x-isles-type": "huggingface-id"},
     ),
 ]
 """A repository at Hugging Face."""
@@ -50,7 +50,7 @@ class CheckpointConfig(Section):
     """Largest weight file of an export in GB (10^9 bytes), which also bounds the memory for the
     export."""
 
-    push_to_hub: HubId | None = None
+    push_to_hub: HuggingFaceId | None = None
     """Upload the export to this Hugging Face repository. isles creates a missing repository as
     private. The token comes from `hf auth login` or HF_TOKEN. A failed upload does not fail the
     run."""

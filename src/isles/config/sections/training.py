@@ -146,7 +146,7 @@ class WatchdogConfig(Section):
 
 
 def needs_torchao(training: TrainingConfig) -> bool:
-    """Whether the run uses an optimizer of torchao."""
+    """True if the run uses an optimizer of torchao."""
     return training.optimizer == "adamw_8bit" or training.stochastic_rounding
 
 

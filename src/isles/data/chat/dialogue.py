@@ -22,7 +22,7 @@ class SpecialTokens:
         self.all = tuple(sorted(tokens))
 
     def are_in(self, text: str) -> bool:
-        """Whether a text has one."""
+        """True if a text has a special token."""
         return any(token in text for token in self.all)
 
     def leading(self, text: str) -> str | None:
@@ -115,7 +115,7 @@ class Dialogue:
 
     @property
     def has_end(self) -> bool:
-        """Whether a special token ends every answer."""
+        """True if a special token ends every answer."""
         return self.stop_token is not None or self.special.are_in(self.closing)
 
     def length_of_end(self, behind: str) -> int:

@@ -89,7 +89,7 @@ class OverBudgetError(SecurityError):
     """The template does more than any conversation needs."""
 
 
-class _Stream:
+class _ListedItems:
     # In the place of a generator: its items can be told, and it can be read once.
 
     def __init__(self, items: Iterable[Any]) -> None:
@@ -256,7 +256,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             if kind is dict:
                 for item in value.values():
                     self.read(item)
-        elif kind is _Stream:
+        elif kind is _ListedItems:
             self.read(value.items)
         elif kind is MethodType:
             self.read(value.__self__)  # which its text may hold
@@ -281,7 +281,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 raise OverBudgetError("it computes a number that is too large")
             return value
         if issubclass(kind, _LAZY):
-            value = _Stream(value)
+            value = _ListedItems(value)
         self.spend(_size(value))
         return value
 
@@ -337,7 +337,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     # Operations.
 
     def plus(self, *parts: Any) -> Any:
-        """What `+` makes of them."""
+        """The operator `+` of templates, on any number of values."""
         size = 0
         for part in parts:
             if type(part) is not str:
@@ -354,7 +354,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """As jinja2 says, which looks at nothing but the type, and slowly."""
+        """The rule of jinja2, cached by type and name: jinja2 reads only the type, and slowly."""
         key = type(obj), attr
         if key not in self._safe:
             if len(self._safe) > 1000:
@@ -434,7 +434,7 @@ def _size(value: Any) -> int:
     kind = type(value)
     if issubclass(kind, str):
         return len(value)
-    if kind is _Stream:
+    if kind is _ListedItems:
         return _UNIT * (1 + len(value.items))
     return _UNIT * (1 + len(value)) if kind is range or issubclass(kind, _NESTED) else _UNIT
 
@@ -470,7 +470,7 @@ def _giver() -> Callable[..., Any]:
 
 
 def variables(messages: Sequence[Any], **given: Any) -> dict[str, Any]:
-    """What `render_jinja_template` of transformers gives to a template, for `render`."""
+    """Variables that `render_jinja_template` of transformers gives to a template, for `render`."""
     texts, _ = _giver()([list(messages)], **given)
     found: dict[str, Any] = texts[0]
     return found

@@ -52,7 +52,7 @@ _MOST_DIALOGUES = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
+class RenderedConversation:
     """A conversation as text.
 
     Args:
@@ -106,7 +106,7 @@ class ChatTemplate:
         """Renderers by the variables of a row, as JSON."""
         self._forms: dict[object, CallForm] = {}
         self._wants_parts = False
-        """Whether contents are lists of parts, which templates of vision models may require."""
+        """True if contents are lists of parts, which templates of vision models may require."""
         self._fields = FieldProbe()
         self._answers = AnswerFinder(self._render, self._text_of, self._special, self._name)
         self._words: dict[str, frozenset[str]] = {}
@@ -153,7 +153,7 @@ class ChatTemplate:
         # The variables that only a run file or a row can set.
         return sorted(self._known - OWN_VARIABLES - self._tokenizer.special_tokens_map.keys())
 
-    def render(self, chat: Chat, where: str, *, train_on: str) -> Rendered:
+    def render(self, chat: Chat, where: str, *, train_on: str) -> RenderedConversation:
         """A conversation as text, with the trained spans.
 
         DataError: the template refuses these messages or does not write a part of them, or isles
@@ -163,13 +163,13 @@ class ChatTemplate:
             return self._render_chat(chat, where, train_on)
         except TemplateRefusal as error:
 
-            def render(changed: Chat) -> Rendered:
+            def render(changed: Chat) -> RenderedConversation:
                 return self._render_chat(changed, where, train_on)
 
             ignored = fields_to_ignore(error, chat, render)
             raise self._refused(error, where, ignored) from error
 
-    def _render_chat(self, chat: Chat, where: str, train_on: str) -> Rendered:
+    def _render_chat(self, chat: Chat, where: str, train_on: str) -> RenderedConversation:
         answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
         wanted = [i for i in answers if i >= chat.first and i not in chat.masked]
         if train_on == "last":
@@ -201,7 +201,7 @@ class ChatTemplate:
                     unread += [remark for remark in remarks if remark not in unread]
         is_closed = self._dialogue.has_end or text.rstrip().endswith(self._special.all)
         ends_open = chat.messages[-1]["role"] == "assistant" and not is_closed
-        return Rendered(text, spans, ends_open=ends_open, unread=unread)
+        return RenderedConversation(text, spans, ends_open=ends_open, unread=unread)
 
     def _behind_prompt(
         self, number: int, chat: Chat, text: str, span: Span

@@ -23,7 +23,7 @@ from isles.config.files import (
     GLOB_FIX,
     folder_issue,
     how_to_find,
-    may_be_hub_id,
+    may_be_huggingface_id,
     named_files,
 )
 from isles.config.foreign import open_foreign
@@ -96,8 +96,10 @@ def open_source(source: SourceConfig, *, streams: bool = False) -> Source:
             fix=GLOB_FIX,
             id="files.data",
         )
-    if may_be_hub_id(name):
-        return (stream_hub if streams else open_hub)(name, source.subset, source.split)
+    if may_be_huggingface_id(name):
+        return (stream_huggingface if streams else open_huggingface)(
+            name, source.subset, source.split
+        )
     raise DataError(
         "file not found", where=str(path.absolute()), fix=how_to_find(path), id="files.data"
     )
@@ -286,7 +288,7 @@ def _with_json(features: Any, row: dict[str, Any], where: str) -> dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class HubStream(Source):
+class HuggingFaceStream(Source):
     """The rows of one split of a dataset, read over the network while they are needed."""
 
     name: str
@@ -294,7 +296,7 @@ class HubStream(Source):
     split: str
 
     def identity(self) -> dict[str, Any]:
-        """The files; on the hub their names hold the commit, so that they cannot change."""
+        """The files; on Hugging Face their names hold the commit, so that they cannot change."""
         files = (self.builder.config.data_files or {}).get(self.split, [])
         return {"dataset": self.name, "files": [str(file) for file in files]}
 
@@ -350,14 +352,14 @@ def _open_saved(folder: Path, split: str) -> DatasetSource:
                 f"split {split!r} not found; the dataset has {', '.join(loaded)}",
                 where=str(folder),
                 fix=f"set data.sources.split to {near[0] if near else 'one of them'}",
-                id="hub.access",
+                id="huggingface.access",
             )
         loaded = loaded[split]
     return DatasetSource(str(folder), loaded)
 
 
-def open_hub(path: str, subset: str | None, split: str) -> DatasetSource:
-    """A dataset of the Hugging Face hub, downloaded unless it is in the library's cache.
+def open_huggingface(path: str, subset: str | None, split: str) -> DatasetSource:
+    """A dataset of the Hugging Face Hub, downloaded unless it is in the library's cache.
 
     DataError: the dataset, subset or split (or slice) does not exist or cannot be reached.
     """
@@ -379,7 +381,7 @@ def open_hub(path: str, subset: str | None, split: str) -> DatasetSource:
     return DatasetSource(f"{name} {split}", _load(load, name, fix))
 
 
-def stream_hub(path: str, subset: str | None, split: str) -> HubStream:
+def stream_huggingface(path: str, subset: str | None, split: str) -> HuggingFaceStream:
     """A dataset of the hub without its data.
 
     DataError: the dataset, subset or split does not exist or cannot be reached.
@@ -395,7 +397,7 @@ def stream_hub(path: str, subset: str | None, split: str) -> HubStream:
 
     name = f"{path} ({subset}) {split}" if subset else f"{path} {split}"
     fix = f"{_LOOK.format(path)}; a slice of a split cannot be streamed"
-    return HubStream(name, _load(load, name, fix), split)
+    return HuggingFaceStream(name, _load(load, name, fix), split)
 
 
 @contextmanager
@@ -448,4 +450,4 @@ def _load(load: Callable[[], Any], name: str, fix: str) -> Any:
     # The library lets whatever the files provoke pass through, and those come from elsewhere.
     except Exception as error:
         what = f"cannot be loaded: {type(error).__name__}: {str(error)[:500]}"
-        raise DataError(what, where=name, fix=fix, id="hub.access") from error
+        raise DataError(what, where=name, fix=fix, id="huggingface.access") from error

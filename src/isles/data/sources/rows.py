@@ -289,11 +289,11 @@ class Source(ABC):
         return []
 
     def content(self) -> dict[str, Any]:
-        """What the rows depend on, alike on every machine that has the same; plain JSON."""
+        """Everything that the rows depend on, equal on all machines with these rows; plain JSON."""
         return self.identity()
 
     def near(self, identity: dict[str, Any]) -> dict[str, Any]:
-        """What sources with equal rows have in common, and is cheap to see, by `identity`."""
+        """Cheap facts that sources with equal rows share, from their `identity`."""
         return self.content()
 
     def digest(self, is_over: Event) -> str:
@@ -472,7 +472,7 @@ def checked_text(value: object, name: str, where: str, fix: str = "") -> str:
 
 
 def from_json_text(value: object, name: str, where: str, fix: str = "") -> object:
-    """What a cell holds that is JSON written as text, as CSV files and some datasets have it."""
+    """Value of a cell that has JSON as text, as in CSV files and in some datasets."""
     if not isinstance(value, str):
         return value
     try:

@@ -365,6 +365,7 @@ class _Producer:
             )
         with disk_errors(self._folder.parent):
             path = _path(self._folder, number)
+            # Other ranks open a segment once its record exists, so the record is written last.
             (self._folder / _MAKING).rename(path)
             write_record(path.with_suffix(".json"), record.record(), durable=False)
         return record

@@ -43,7 +43,7 @@ _LOOKED_AT_CHARS = 2**28
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class StreamPosition:
     """The position in a stream at which a segment starts.
 
     Args:
@@ -71,8 +71,8 @@ class SegmentRecord:
     number: int
     first_sample: int
     num_samples: int
-    begin: Position
-    end: Position
+    begin: StreamPosition
+    end: StreamPosition
     digest: str
 
     @property
@@ -81,13 +81,13 @@ class SegmentRecord:
         return self.first_sample + self.num_samples
 
     def record(self) -> dict[str, Any]:
-        """As plain JSON."""
+        """Plain JSON of the segment."""
         return asdict(self)
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> SegmentRecord:
         """The inverse of `record`."""
-        places = {name: Position(**record[name]) for name in ("begin", "end")}
+        places = {name: StreamPosition(**record[name]) for name in ("begin", "end")}
         return cls(**(record | places))
 
 
@@ -100,7 +100,7 @@ class HoldOut:
         self._key = key_from(seed, 6, source)
 
     def __call__(self, first: int, count: int) -> list[bool]:
-        """Whether each of `count` documents is held out, from number `first` on."""
+        """True if each of `count` documents is held out, from number `first` on."""
         drawn = draw(self._key, np.arange(first, first + count, dtype=np.int64))
         held: list[bool] = (drawn.astype(np.float64) < self._fraction * 2.0**64).tolist()
         return held
@@ -127,7 +127,7 @@ class Stream:
         self.segment_tokens = SEGMENT_TOKENS
 
     def identity(self) -> dict[str, Any]:
-        """What the segments depend on, alike on every machine that has the same; plain JSON."""
+        """Everything that the segments depend on, equal on all machines with these rows. JSON."""
         data = self.data
         return {
             "rows": self.source.content(),
@@ -138,7 +138,7 @@ class Stream:
             "segment_tokens": self.segment_tokens,
         }
 
-    def chunks(self, begin: Position) -> Iterator[tuple[Chunk, Position]]:
+    def chunks(self, begin: StreamPosition) -> Iterator[tuple[Chunk, StreamPosition]]:
         """Chunks from a position on, epoch after epoch, and where each is.
 
         DataError: the source cannot be read, or holds no rows.
@@ -148,7 +148,7 @@ class Stream:
             is_empty = chunk_start is None
             for chunk in self.source.chunks(self.encoder.parser, chunk_start):
                 is_empty = False
-                yield chunk, Position(epoch, chunk.begin, number, skip)
+                yield chunk, StreamPosition(epoch, chunk.begin, number, skip)
                 number, skip = number + len(chunk.rows), 0
             if is_empty:
                 raise self.nothing_to_train()
@@ -165,7 +165,7 @@ class Stream:
 
 
 def segment_table(
-    data: DataConfig, source: SourceConfig, store: TokenStore, begin: Position
+    data: DataConfig, source: SourceConfig, store: TokenStore, begin: StreamPosition
 ) -> SampleTable:
     """The samples of a segment that begins there."""
     ranges = Ranges.of(store)
@@ -184,7 +184,7 @@ def make_segment(
     `tick` is called often, with the documents and tokens so far. DataError: a row cannot be read,
     nothing in the source is trained on, or the disk is full.
     """
-    begin = before.end if before else Position()
+    begin = before.end if before else StreamPosition()
     origins, end = _write(stream, begin, folder, tick)
     store = TokenStore.open(folder)
     table = segment_table(stream.data, stream.config, store, begin)
@@ -215,13 +215,13 @@ def make_segment(
 @dataclass(frozen=True, slots=True)
 class _Origin:
     first: int  # number of the first document within the segment
-    chunk: Position
+    chunk: StreamPosition
     rows: list[int]  # for each document, its row within the chunk
 
 
 def _write(
-    stream: Stream, begin: Position, folder: Path, tick: Callable[[int, int], None]
-) -> tuple[list[_Origin], Position]:
+    stream: Stream, begin: StreamPosition, folder: Path, tick: Callable[[int, int], None]
+) -> tuple[list[_Origin], StreamPosition]:
     # Write documents from `begin` on until there are enough; returns their positions, and the
     # position after them.
     tally = Tally(stream.source.name, stream.data.max_bad_fraction)
@@ -252,17 +252,17 @@ def _write(
             if taken < len(kept):
                 end = replace(at, skip=kept[taken])
             else:
-                end = Position(at.epoch, chunk.end, at.number + len(chunk.rows))
+                end = StreamPosition(at.epoch, chunk.end, at.number + len(chunk.rows))
             if writer.num_tokens - begin.tokens >= size:
                 break
         tally.judge()
-        if begin == Position():
+        if begin == StreamPosition():
             log_unread(stream.source.name, tally.record())
         writer.finish(stream.source.name, {}, tally.record())
     return origins, end
 
 
-def _position_of(token: int, document_ends: Int64Array, origins: list[_Origin]) -> Position:
+def _position_of(token: int, document_ends: Int64Array, origins: list[_Origin]) -> StreamPosition:
     document = int(np.searchsorted(document_ends, token, side="right"))
     origin = origins[bisect_right(origins, document, key=lambda o: o.first) - 1]
     start = int(document_ends[document - 1]) if document else 0

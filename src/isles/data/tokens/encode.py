@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from isles.config.sections.data import SourceConfig
 from isles.data.chat.dialogue import common_length
-from isles.data.chat.template import ChatTemplate, Rendered, no_template
+from isles.data.chat.template import ChatTemplate, RenderedConversation, no_template
 from isles.data.sources.parse import make_parser
 from isles.data.sources.rows import (
     Chat,
@@ -144,7 +144,7 @@ class Encoder:
         first = [] if ids[: len(self._first_ids)] == self._first_ids else self._first_ids
         return [*first, *ids, *self._last_ids, self.end_of_text_id]
 
-    def _render(self, item: Item, where: str) -> list[Rendered] | DataError:
+    def _render(self, item: Item, where: str) -> list[RenderedConversation] | DataError:
         rendered = []
         try:
             for part in [item.chosen, item.rejected] if isinstance(item, Pair) else [item]:
@@ -155,7 +155,7 @@ class Encoder:
                     case Continuation():
                         whole = part.prompt + part.answer
                         start = 0 if self.train_on == "all" else len(part.prompt)
-                        text = Rendered(whole, [(start, len(whole))], ends_open=True)
+                        text = RenderedConversation(whole, [(start, len(whole))], ends_open=True)
                     case _:
                         raise AssertionError(part)
                 checked_text(text.text, "the conversation", where)
@@ -164,7 +164,7 @@ class Encoder:
             return error
         return rendered
 
-    def _tokenize(self, texts: Sequence[Rendered]) -> Iterator[Encoded]:
+    def _tokenize(self, texts: Sequence[RenderedConversation]) -> Iterator[Encoded]:
         # Many texts at once; what a template wrote holds all special tokens that are to be.
         if not texts:
             return

@@ -293,6 +293,7 @@ def _prepare_anew(order: _Order, progress: Report, tally: Tally) -> Path:
             yield from chunk.rows
 
     try:
+        # A thread hashes the source while its rows are encoded.
         with order.hashing(), TokenWriter(temporary, encoder) as writer:
             for documents in encode_rows(rows(), encoder, tally):
                 writer.append(documents)
@@ -336,7 +337,7 @@ def no_documents(name: str, kind: str) -> DataError:
 
 
 @dataclass(frozen=True, slots=True)
-class _Node:
+class _NodeFiles:
     place: RankLocation
     sizes: Mapping[str, int]  # bytes of each file of the source that lies here
 
@@ -366,7 +367,7 @@ def prepare_everywhere(
     with disk_errors(cache_dir):
         cache_dir.mkdir(parents=True, exist_ok=True)
     me = place_of(world)
-    here = _Node(me, _sizes(source) if me.is_leader else {})
+    here = _NodeFiles(me, _sizes(source) if me.is_leader else {})
     # A folder of many files on a slow disk takes long.
     leaders = [node for node in world.gather(here, group=world.work) if node.place.is_leader]
     holders = [node for node in leaders if node.sizes] or leaders

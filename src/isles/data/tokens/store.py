@@ -310,7 +310,9 @@ class TokenWriter:
         lengths = np.array([len(document.ids) for document in documents], dtype=np.int64)
         total = int(lengths.sum())
         every = chain.from_iterable(document.ids for document in documents)
+        # With the count, NumPy allocates the array once.
         ids = np.fromiter(every, dtype=np.int64, count=total)
+        # Conversion to two bytes would wrap a larger id around without an error.
         assert ids.min() >= 0 and ids.max() <= np.iinfo(self._columns[TOKENS].dtype).max
         with disk_errors(self._folder.parent):
             self._columns[TOKENS].append(ids)

@@ -105,7 +105,7 @@ def load_tokenizer(
         with clear_panics(name_or_path), ExitStack() as copies:
             if folder is not None and not trust_remote_code:  # code may do what it wants anyway
                 if not path.is_dir() and is_open_to_others(folder):
-                    # This fetches all files from the hub that the library uses. The result is
+                    # This fetches all files from Hugging Face that the library uses. The result is
                     # dropped, as another user may have exchanged a file.
                     AutoTokenizer.from_pretrained(name_or_path)
                 copy = copies.enter_context(unchanging(folder))

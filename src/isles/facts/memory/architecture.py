@@ -19,7 +19,7 @@ class Kind:
 
     Args:
         norm: `rms`: RMSNorm, scaled after the cast to the narrow dtype; `rms_wide`: before;
-            `layer`: torch's LayerNorm; `centred`: Cohere's.
+            `layer`: torch's LayerNorm; `centered`: Cohere's.
         order: position of the norms: before attention and MLP (`pre`), after them (`post`), `both`;
             `parallel`: one norm for both, which run in parallel; `parallel_two`: one for each.
         mlp: `gated`, `gated_fused` (gate and up are one matrix), or `plain` (two matrices).
@@ -39,7 +39,7 @@ class Kind:
         defaults: values of other keys that the config may omit, such as head_dim.
     """
 
-    norm: Literal["rms", "rms_wide", "layer", "centred"] = "rms"
+    norm: Literal["rms", "rms_wide", "layer", "centered"] = "rms"
     order: Literal["pre", "post", "both", "parallel", "parallel_two"] = "pre"
     mlp: Literal["gated", "gated_fused", "plain"] = "gated"
     activation: str = "silu"
@@ -131,7 +131,7 @@ KINDS: dict[str, Kind] = {
     ),
     "cohere": replace(
         _LLAMA,
-        norm="centred",
+        norm="centered",
         order="parallel",
         narrows_rotated=True,
         is_tied=True,
@@ -198,9 +198,9 @@ class Architecture:
     experts_used: int
     has_qk_norm: bool
     has_plain_head: bool
-    """Whether logits are unchanged after the head, so that the loss can be computed in chunks."""
+    """True if logits are unchanged after the head, so that the loss can be computed in chunks."""
     caps_logits: bool
-    """Whether a tanh limits the logits, which keeps its result."""
+    """True if a tanh limits the logits, which keeps its result."""
     other_params: int = 0
     """For an unknown kind, numbers of a block that are not in the walk (below 0: too many)."""
 
@@ -334,8 +334,8 @@ class Architecture:
                 return walk.rms_norm(x, scales_wide=self.kind.norm == "rms_wide")
             case "layer":
                 return walk.layer_norm(x)
-            case "centred":
-                return walk.centred_norm(x)
+            case "centered":
+                return walk.centered_norm(x)
 
     def _attention(self, walk: Forward, x: Value, length: int) -> Value:
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim

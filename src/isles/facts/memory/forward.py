@@ -139,7 +139,7 @@ class Forward:
         return sum(value.size_bytes for value in self._products.values())
 
     def keeps(self, value: Value) -> bool:
-        """Whether autograd keeps this tensor, or another view of its memory."""
+        """True if autograd keeps this tensor, or another view of its memory."""
         return value.storage in self._saved
 
     def save(self, *values: Value) -> None:
@@ -238,7 +238,7 @@ class Forward:
         self.save(wide, Value(x.tokens, 2, FP32 if wide.width == FP32 else wide.width))
         return self.made(wide.like())
 
-    def centred_norm(self, x: Value) -> Value:
+    def centered_norm(self, x: Value) -> Value:
         """Cohere's LayerNorm: single operations in fp32, without a shift."""
         self._norm_params(x.units)
         wide = self.cast(x, FP32)

@@ -63,7 +63,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class MemorySettings:
     """Settings that a step's memory depends on, except the model and its sharding.
 
     Args:
@@ -108,7 +108,7 @@ class Setting:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all weights are trained."""
+        """True if all weights are trained."""
         return self.adapter_rank == 0
 
     @property

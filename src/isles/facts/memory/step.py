@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from isles.facts.memory.architecture import Architecture
 from isles.facts.memory.forward import FP32, Adapter, Forward, Value
-from isles.facts.memory.setting import Holding, Setting, state_bytes
+from isles.facts.memory.setting import Holding, MemorySettings, state_bytes
 
 CHUNK_LOGITS = 2**25
 """Logits that the loss computes at the same time: 128 MiB in fp32."""
@@ -22,7 +22,7 @@ LEAST_CHUNK = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class PhaseMemory:
     """Bytes on the device in one phase of a step, by cause."""
 
     name: str
@@ -50,7 +50,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class StepMemory:
     """Memory of a rank: on the device in each phase of a step, and in main memory.
 
     Args:
@@ -60,12 +60,12 @@ class Memory:
             continues.
     """
 
-    moments: tuple[Moment, ...]
+    moments: tuple[PhaseMemory, ...]
     host: float = 0.0
     saved: float = 0.0
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> PhaseMemory:
         """The phase with the most memory."""
         return max(self.moments, key=lambda moment: moment.total)
 
@@ -75,21 +75,21 @@ class Memory:
         return max(moment.total - moment.activations - moment.logits for moment in self.moments)
 
 
-def memory_of(model: Architecture, setting: Setting, holding: Holding) -> Memory:
+def memory_of(model: Architecture, setting: MemorySettings, holding: Holding) -> StepMemory:
     """Memory of the fullest rank in a step. In a pipeline, of its first or its last stage."""
     count = Count(model, setting, holding)
     is_alone = holding.pipeline == 1 or holding.returns
     stages = [_Stage(count, has_embedding=True, has_head=is_alone)]
     if not is_alone:
         stages.append(_Stage(count, has_embedding=False, has_head=True))
-    found = [Memory(tuple(stage.moments()), stage.host(), stage.saved()) for stage in stages]
+    found = [StepMemory(tuple(stage.moments()), stage.host(), stage.saved()) for stage in stages]
     return max(found, key=lambda memory: memory.peak.total)
 
 
 class Count:
     """Counts of the parts of a model, for one setting and sharding."""
 
-    def __init__(self, model: Architecture, setting: Setting, holding: Holding) -> None:
+    def __init__(self, model: Architecture, setting: MemorySettings, holding: Holding) -> None:
         self.model, self.setting, self.holding = model, setting, holding
         width = setting.trained_width if setting.is_whole else setting.compute_width
         self.width = 2 if holding.casts_whole and setting.is_mixed else width
@@ -197,7 +197,7 @@ class _Stage:
         self._frozen_blocks = 0.0 if whole else self._layers * self._block
         self._frozen_ends = self._ends - self._ends_trained
 
-    def moments(self) -> Iterator[Moment]:
+    def moments(self) -> Iterator[PhaseMemory]:
         setting, holding = self._setting, self._holding
         weights, state = self._weights(), self._state()
         width = holding.gradient_width or setting.trained_width
@@ -214,7 +214,7 @@ class _Stage:
         before = gradients if holding.keeps_gradients or setting.accumulates else 0.0
         if self._losses > 1:
             before = max(0.0, gradients - made.kept / self._passes - head.earlier)
-        yield Moment(
+        yield PhaseMemory(
             "the loss, at the end of the forward pass",
             weights,
             state,
@@ -228,7 +228,7 @@ class _Stage:
         came = before or block_gradients / holding.gradients
         is_whole = setting.checkpointing == "none"
         if not is_whole:
-            yield Moment(
+            yield PhaseMemory(
                 "recomputing the last block",
                 weights,
                 state,
@@ -240,7 +240,7 @@ class _Stage:
                 + self._count.embedding.saved_bytes * self._has_embedding,
                 head.kept,
             )
-        yield Moment(
+        yield PhaseMemory(
             "the backward pass of the last block",
             weights,
             state,
@@ -253,7 +253,7 @@ class _Stage:
             + self._count.embedding.saved_bytes * self._has_embedding,
             head.kept,
         )
-        yield Moment(
+        yield PhaseMemory(
             "the backward pass of the first block",
             weights,
             state,
@@ -263,14 +263,14 @@ class _Stage:
         )
         if end:
             name = "the end of the backward pass, with the exchange of gradients"
-            yield Moment(name, weights, state, gradients + end)
-        yield Moment("the optimizer's step", weights, state, gradients)
+            yield PhaseMemory(name, weights, state, gradients + end)
+        yield PhaseMemory("the optimizer's step", weights, state, gradients)
         # Copied tensor by tensor to main memory. DeepSpeed's are gathered for it.
         model = self._count.model
         whole = max(self._count.embedding.params, model.widest_matrix, model.head_params)
         gathered_whole = whole * FP32 if holding.second_copy else 0.0
         kept = gradients if holding.keeps_gradients else 0.0
-        yield Moment("copying a checkpoint", weights, state, kept, gathered_whole)
+        yield PhaseMemory("copying a checkpoint", weights, state, kept, gathered_whole)
 
     def host(self) -> float:
         """Bytes in main memory."""
@@ -347,7 +347,7 @@ class _Stage:
             kept = self._layers * whole
         return _Activations(
             again=high,
-            kept=self._passes * kept / holding.stages + self._travelling(kept_input),
+            kept=self._passes * kept / holding.stages + self._traveling(kept_input),
             recomputed=recomputed,
             first=first,
             gradients=gradients,
@@ -364,7 +364,7 @@ class _Stage:
         # Micro-batches after the forward pass of the last stage, and before its backward pass.
         return self._holding.in_flight[1] if self._holding.stages == 1 else 1
 
-    def _travelling(self, kept_input: bool) -> float:
+    def _traveling(self, kept_input: bool) -> float:
         # Between stages: receive buffers, some of which blocks keep, and sent tensors.
         holding, stream = self._holding, self._count.hidden.size_bytes
         if holding.pipeline == 1:

@@ -24,7 +24,7 @@ from isles.run.env import (
     cache_home,
     container_host,
     datasets_cache,
-    hub_cache,
+    huggingface_cache,
     inherited,
     scratch_folder,
 )
@@ -86,7 +86,7 @@ class Container:
 
     @property
     def is_file(self) -> bool:
-        """Whether the image is a file or folder of the node, judged by its name."""
+        """True if the image is a file or folder of the node, judged by its name."""
         return is_file_image(self.image)
 
     def file(self, workdir: Path | str) -> str:
@@ -100,7 +100,7 @@ class Container:
 
 
 def is_file_image(image: str) -> bool:
-    """Whether an image is a file or folder of the node, not a name in a registry."""
+    """True if an image is a file or folder of the node, not a name in a registry."""
     suffixes = (".sif", ".simg", ".img", ".sqsh", ".squashfs")
     return image.startswith(("/", "./", "../", "~")) or (
         "://" not in image and image.endswith(suffixes)
@@ -188,7 +188,7 @@ def wanted_runtimes(container: Container) -> tuple[Runtime, ...]:
 
 
 def has_pyxis(srun: str = "srun") -> bool:
-    """Whether srun of this Slurm accepts an image, according to its help text."""
+    """True if srun of this Slurm accepts an image, according to its help text."""
     with suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(
             [srun, "--help"], capture_output=True, text=True, timeout=_ASK_S, check=False
@@ -305,10 +305,10 @@ def mounts_of(
         plain = re.split(r"[*?\[]", text, maxsplit=1)[0]
         path = base / Path(plain).expanduser()
         wanted.append(path if plain == text or plain.endswith("/") else path.parent)
-    hub = hub_cache(environ)
+    downloads = huggingface_cache(environ)
     # The Hugging Face token, and files of transformers, are next to the cache of the Hugging Face
     # Hub.
-    caches = [hub.parent if hub.name == "hub" else hub, datasets_cache(environ)]
+    caches = [downloads.parent if downloads.name == "hub" else downloads, datasets_cache(environ)]
     for cache in (cache_home(environ), *caches):
         with suppress(OSError):  # a read-only home is mounted unchanged
             cache.mkdir(parents=True, exist_ok=True)
@@ -366,7 +366,7 @@ def _is_misleading(name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class EnterCommand:
     """Command line and environment that enter a container on this node."""
 
     words: list[str]
@@ -374,7 +374,9 @@ class Entry:
     runtime: str
 
 
-def entry(container: Container, words: Sequence[str], folders: Sequence[Path | str]) -> Entry:
+def entry(
+    container: Container, words: Sequence[str], folders: Sequence[Path | str]
+) -> EnterCommand:
     """Make the entry for a command in the container; the command keeps this process' pid.
 
     Raises:
@@ -395,7 +397,7 @@ def entry(container: Container, words: Sequence[str], folders: Sequence[Path | s
         folders[0],
         gpu_makers(container),
     )
-    return Entry(line, environ, program)
+    return EnterCommand(line, environ, program)
 
 
 def _require_image(container: Container, workdir: Path | str) -> None:

@@ -209,9 +209,9 @@ class Kubectl:
         done = self.run("logs", pod)
         return done.stdout if done.returncode == 0 else ""
 
-    def failure(self, flavour: str, job: str) -> str:
+    def failure(self, flavor: str, job: str) -> str:
         """Why the owner object of a start has failed; empty: it has not failed."""
-        done = self.run("get", KINDS[flavour][0], job, "-o", "json")
+        done = self.run("get", KINDS[flavor][0], job, "-o", "json")
         if "NotFound" in done.stderr:
             return f"{job} was deleted"
         if done.returncode:
@@ -234,7 +234,7 @@ class Kubectl:
                     events[about] = max(events.get(about, ("", "")), (at, text))
         return [text for _, text in events.values()]
 
-    def delete(self, flavour: str, job: str, *, is_at_once: bool = False) -> None:
+    def delete(self, flavor: str, job: str, *, is_at_once: bool = False) -> None:
         """Delete all objects of a start, and wait until its pods are gone.
 
         Args:
@@ -242,7 +242,7 @@ class Kubectl:
         """
         words = ["--ignore-not-found", "-l", f"{LABEL}={job}"]
         how = ["--wait=false"] if is_at_once else ["--cascade=foreground"]
-        done = self.run("delete", ",".join(KINDS[flavour]), *words, *how, timeout_s=_DELETE_S)
+        done = self.run("delete", ",".join(KINDS[flavor]), *words, *how, timeout_s=_DELETE_S)
         if is_at_once:
             self.run("delete", "pods", *words, "--grace-period=0", "--force", "--wait=false")
         if done.returncode:
@@ -250,7 +250,7 @@ class Kubectl:
             raise UserError(
                 f"kubectl delete failed: {last[-1]}",
                 where=f"{LABEL}={job}",
-                fix=f"delete them manually with kubectl delete {','.join(KINDS[flavour])} -l "
+                fix=f"delete them manually with kubectl delete {','.join(KINDS[flavor])} -l "
                 f"{LABEL}={job}",
                 id="kubernetes.refused",
             )

@@ -39,7 +39,7 @@ KINDS = {
         "secrets",
     ),
 }
-"""Kinds of objects of each flavour, in kubectl's notation, the owner first."""
+"""Kinds of objects of each flavor, in kubectl's notation, the owner first."""
 
 
 def job_name(name: str) -> str:
@@ -61,7 +61,7 @@ def pod_lines(loaded: Loaded) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class KubernetesManifest:
     """The objects of one start.
 
     Args:
@@ -91,7 +91,7 @@ class Manifest:
     def hosts(self) -> tuple[str, str]:
         """The part of a pod's host name before its index, and the domain after it."""
         # A JobSet names its Jobs NAME-REPLICATED_JOB-0.
-        is_job = self.launcher.flavour == "job"
+        is_job = self.launcher.flavor == "job"
         return (self.name if is_job else f"{self.name}-node-0"), self.name
 
     def objects(self) -> list[Object]:
@@ -105,7 +105,7 @@ class Manifest:
     def owner(self) -> Object:
         """The Job, JobSet or TrainJob; Kubernetes deletes the other objects with it."""
         job, suspend = self._job(), {"suspend": True} if self.suspend else {}
-        match self.launcher.flavour:
+        match self.launcher.flavor:
             case "job":
                 keep = {"ttlSecondsAfterFinished": math.ceil(self.launcher.keep_job)}
                 return self._object(_JOB_API, "Job", {**job, **keep, **suspend})
@@ -123,7 +123,7 @@ class Manifest:
 
     def before(self) -> list[Object]:
         """Objects that must exist before the owner: the runtime of a TrainJob."""
-        if self.launcher.flavour != "trainjob":
+        if self.launcher.flavor != "trainjob":
             return []
         job = self._job()
         jobset = self._jobset(job)
@@ -148,7 +148,7 @@ class Manifest:
             "start.json": json.dumps(start, indent=2),
         }
         found = [self._object("v1", "ConfigMap", None, data=data)]
-        if self.launcher.flavour == "job":  # a JobSet has a Service of its own
+        if self.launcher.flavor == "job":  # a JobSet has a Service of its own
             spec = {
                 "clusterIP": "None",
                 "publishNotReadyAddresses": True,
@@ -192,7 +192,7 @@ class Manifest:
 
     def _jobset(self, job: Object) -> Object:
         labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-        metadata = {"metadata": {"labels": labels}} if self.launcher.flavour == "trainjob" else {}
+        metadata = {"metadata": {"labels": labels}} if self.launcher.flavor == "trainjob" else {}
         return {
             "ttlSecondsAfterFinished": math.ceil(self.launcher.keep_job),
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
@@ -202,7 +202,7 @@ class Manifest:
         }
 
     def _job(self) -> Object:
-        # The spec of an Indexed Job, equal in all flavours.
+        # The spec of an Indexed Job, equal in all flavors.
         cluster = self.loaded.config.clusters[0]
         nodes, again = cluster.max_nodes, int(ExitCode.REQUEUE)
         resources: dict[str, str] = dict(self.launcher.resources)
@@ -274,7 +274,7 @@ class Manifest:
             "containers": [container],
             "volumes": volumes,
         }
-        if launcher.flavour != "job":
+        if launcher.flavor != "job":
             del pod["subdomain"]  # JobSet sets it
         if launcher.service_account:
             pod["serviceAccountName"] = launcher.service_account

@@ -47,7 +47,7 @@ class RunLocation:
 
     context: str | None
     namespace: str | None
-    flavour: str
+    flavor: str
     job: str
     reader: dict[str, Any]
 
@@ -64,7 +64,7 @@ class RunLocation:
 
     def delete(self) -> None:
         """Delete the objects of the last start."""
-        self.kubectl.delete(self.flavour, self.job)
+        self.kubectl.delete(self.flavor, self.job)
 
 
 def read_place(destination: str) -> RunLocation:

@@ -21,7 +21,13 @@ from isles.errors import PreflightError, UserError
 from isles.launch.answers import STARTED, Announced, read_started
 from isles.launch.base import Started, StartOptions, ranks_text
 from isles.launch.kubernetes.kubectl import Kubectl, Pod, not_running
-from isles.launch.kubernetes.manifest import KINDS, Manifest, job_name, pod_lines, python_of
+from isles.launch.kubernetes.manifest import (
+    KINDS,
+    KubernetesManifest,
+    job_name,
+    pod_lines,
+    python_of,
+)
 from isles.launch.kubernetes.reach import RunLocation
 from isles.launch.remote.login import started_elsewhere
 from isles.launch.ssh.start import interruptible
@@ -47,7 +53,7 @@ def start_kubernetes(
     """
     resolved = resolve_pods(loaded)
     name = job_name(loaded.config.name)
-    manifest = Manifest(
+    manifest = KubernetesManifest(
         name, loaded, resolved, options.resume, options.typed, suspend=not options.dry_run
     )
     if options.dry_run:
@@ -60,21 +66,21 @@ def start_kubernetes(
             _create(kubectl, manifest, options.join)
             ranks = ranks_text(resolved.world_size, resolved.device)
             options.print_line(
-                f"created {launcher.flavour} {name}: {ranks} in {_pods_text(manifest)}"
+                f"created {launcher.flavor} {name}: {ranks} in {_pods_text(manifest)}"
             )
             begun = _begun(kubectl, manifest, options)
             hand_back()
         except BaseException:
-            options.print_line(f"deleting {launcher.flavour} {name}")
+            options.print_line(f"deleting {launcher.flavor} {name}")
             try:
-                kubectl.delete(launcher.flavour, name, is_at_once=True)
+                kubectl.delete(launcher.flavor, name, is_at_once=True)
             except UserError as error:
                 options.warn(f"{error}")
             raise
     place = RunLocation(
         context=launcher.context,
         namespace=launcher.namespace,
-        flavour=launcher.flavour,
+        flavor=launcher.flavor,
         job=name,
         reader=manifest.reader(),
     )
@@ -101,8 +107,8 @@ def resolve_pods(loaded: Loaded) -> Resolved:
     return resolve(loaded, nproc=(cluster.gpus_per_node,) * cluster.max_nodes, device=device)
 
 
-def _create(kubectl: Kubectl, manifest: Manifest, join: str) -> None:
-    flavour, name = manifest.launcher.flavour, manifest.name
+def _create(kubectl: Kubectl, manifest: KubernetesManifest, join: str) -> None:
+    flavor, name = manifest.launcher.flavor, manifest.name
     before = manifest.before()
     for item in before:
         kubectl.create(item)
@@ -117,14 +123,14 @@ def _create(kubectl: Kubectl, manifest: Manifest, join: str) -> None:
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": others[0]["metadata"]}
     for item in (*others, {**secret, "stringData": {"start": start}}):
         kubectl.create(item)
-    _patch(kubectl, KINDS[flavour][0], name, {"spec": {"suspend": False}})
+    _patch(kubectl, KINDS[flavor][0], name, {"spec": {"suspend": False}})
 
 
 def _patch(kubectl: Kubectl, kind: str, name: str, change: dict[str, Any]) -> None:
     kubectl.ask("patch", kind, name, "--type=merge", f"--patch={json.dumps(change)}")
 
 
-def _begun(kubectl: Kubectl, manifest: Manifest, options: StartOptions) -> Announced:
+def _begun(kubectl: Kubectl, manifest: KubernetesManifest, options: StartOptions) -> Announced:
     # Wait until all pods run and the first pod has started a run; returns its announcement.
     launcher, cluster = manifest.launcher, manifest.loaded.config.clusters[0]
     deadline, begin_by, said = time.monotonic() + launcher.pending_timeout, 0.0, ""
@@ -135,7 +141,7 @@ def _begun(kubectl: Kubectl, manifest: Manifest, options: StartOptions) -> Annou
             first = next((pod for pod in pods if pod.index == 0), None)
             has_begun = first is not None and first.phase != "Pending"
             text = kubectl.logs(first.name) if first is not None and has_begun else ""
-            why = kubectl.failure(launcher.flavour, manifest.name)
+            why = kubectl.failure(launcher.flavor, manifest.name)
         except UserError:  # a server that is busy for a moment must not end the start
             missed += 1
             if missed == _MOST_MISSED:
@@ -203,6 +209,6 @@ def _failed(pod: Pod, text: str) -> UserError:
     )
 
 
-def _pods_text(manifest: Manifest) -> str:
+def _pods_text(manifest: KubernetesManifest) -> str:
     nodes = manifest.loaded.config.clusters[0].max_nodes
     return f"{nodes} pod{'s' * (nodes != 1)}"

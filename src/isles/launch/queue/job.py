@@ -63,7 +63,7 @@ class JobReport:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it is running or will run."""
+        """True if it is running or will run."""
         return self.state in ("pending", "running", "requeued")
 
 
@@ -380,7 +380,7 @@ class JobAllocation(ABC):
     """
 
     brings_back: ClassVar[bool] = False
-    """Whether a lost node is replaced while the others stay."""
+    """True if a lost node is replaced while the others stay."""
 
     nodes: list[JobNode]
     wait_s: float = 0.0
@@ -408,7 +408,7 @@ class JobAllocation(ABC):
         return None
 
     def is_preempted(self) -> bool:
-        """Whether another job takes the nodes, and the scheduler does not requeue this job by
+        """True if another job takes the nodes, and the scheduler does not requeue this job by
         itself."""
         return False
 

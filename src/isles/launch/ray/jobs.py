@@ -52,7 +52,7 @@ class _Version:
 
 
 @dataclass(frozen=True, slots=True)
-class _Node:
+class _DashboardNode:
     node_name: str
     state: str
     resources_total: dict[str, float] | None = None
@@ -60,13 +60,13 @@ class _Node:
 
 
 @dataclass(frozen=True, slots=True)
-class _Result:
-    result: tuple[_Node, ...]
+class _NodesResult:
+    result: tuple[_DashboardNode, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Data:
-    result: _Result
+    result: _NodesResult
 
 
 @dataclass(frozen=True, slots=True)

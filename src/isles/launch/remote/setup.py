@@ -45,7 +45,7 @@ _THEN = (2020, 1, 1, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class _Result:
+class _InstallResult:
     # The result of `install.py`; without a fingerprint isles is not installed.
     changed: bool
     error: str
@@ -236,7 +236,7 @@ def make_lines(environment: EnvironmentConfig, workdir: str) -> list[str]:
     return [folder, "(", *tool_lines(environment), wait, *make, ") </dev/null || exit 1"]
 
 
-def _install(shell: Shell, script: str, payload: str, print_line: PrintLine) -> _Result:
+def _install(shell: Shell, script: str, payload: str, print_line: PrintLine) -> _InstallResult:
     # Run `install.py` there, and print its steps.
     answers: list[str] = []
 
@@ -255,7 +255,7 @@ def _install(shell: Shell, script: str, payload: str, print_line: PrintLine) -> 
     fix += "and the packages for pip"
     if answers:
         result = read_answer(
-            _Result,
+            _InstallResult,
             answers[-1],
             by="isles setup there",
             where=where,

@@ -274,7 +274,7 @@ def issues(args: dict[str, Any]) -> dict[str, Any]:
     from isles.config.sections.model import missing_package
     from isles.config.sections.run import RunConfig
     from isles.launch.huggingface import huggingface_issues
-    from isles.run.env import hub_cache
+    from isles.run.env import huggingface_cache
     from isles.run.packages import require_packages
 
     config = RunConfig.model_validate(args["config"])
@@ -287,7 +287,7 @@ def issues(args: dict[str, Any]) -> dict[str, Any]:
     if issue := missing_package(config.adapter):
         found.append(issue)
     found += [*data_issues(loaded), *deepspeed_issues(loaded)]
-    found += shape_issues(loaded, hub_cache())
+    found += shape_issues(loaded, huggingface_cache())
     return {"issues": [error_words(issue) for issue in found or huggingface_issues(loaded)]}
 
 

@@ -189,7 +189,7 @@ CLUSTER_COLUMNS: tuple[Column[ClusterRow], ...] = (
 
 
 def key_of(row: Row) -> tuple[Value, ...]:
-    """What a row is known by from one snapshot to the next."""
+    """Key by which a row is found again in the next snapshot."""
     match row:
         case RankRow():
             return row.cluster, row.rank

@@ -59,7 +59,7 @@ _NOTE = 16
 
 @dataclass(slots=True)
 class TableView:
-    """What a person has chosen of one table."""
+    """The user's choices for one table: order, columns, row."""
 
     sort: str = ""
     """Header of the column that sorts the table, or empty for the original order."""
@@ -77,7 +77,7 @@ class TableView:
 
 @dataclass(slots=True)
 class View:
-    """What a person has chosen to see."""
+    """The user's choices for the whole screen."""
 
     table: int = RANKS
     filter: str = ""
@@ -117,10 +117,10 @@ def draw(
     drawn.lines += _head(snapshot, width, age_s, error)
     drawn.lines += note_lines(snapshot.notes, width, max(2, height // 8))
     tables = (
-        _Table(0, RANK_COLUMNS, snapshot.ranks, view),
-        _Table(1, HOST_COLUMNS, snapshot.hosts, view),
-        _Table(2, LINK_COLUMNS, snapshot.links, view),
-        _Table(
+        _DrawnTable(0, RANK_COLUMNS, snapshot.ranks, view),
+        _DrawnTable(1, HOST_COLUMNS, snapshot.hosts, view),
+        _DrawnTable(2, LINK_COLUMNS, snapshot.links, view),
+        _DrawnTable(
             3,
             CLUSTER_COLUMNS,
             snapshot.clusters,
@@ -247,7 +247,7 @@ def _wrapped(text: str, width: int, limit: int) -> list[str]:
     )
 
 
-class _Table(Generic[R]):
+class _DrawnTable(Generic[R]):
     """One table: its rows as cells, sorted, filtered, and drawn into the width that there is."""
 
     def __init__(
@@ -419,10 +419,10 @@ def _bar(row: RankRow, wide: int, slowest_s: float) -> Text:
     # All bars have one scale; each part ends where the sum so far is rounded to.
     bar, edge, total = Text(), 0, 0.0
     if (parts := parts_of(row)) and slowest_s > 0:
-        for seconds, (block, colour) in zip(parts, _PARTS, strict=True):
+        for seconds, (block, color) in zip(parts, _PARTS, strict=True):
             total += seconds
             end = min(wide, round(wide * total / slowest_s))
-            bar.append(block * (end - edge), colour)
+            bar.append(block * (end - edge), color)
             edge = end
     bar.truncate(wide, pad=True)
     return bar

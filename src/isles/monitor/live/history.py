@@ -1,4 +1,4 @@
-"""What metrics.jsonl says of a run so far: the curve of the loss, the newest step, goodput."""
+"""Values from metrics.jsonl: the curve of the loss, the newest step, goodput."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST_ATTEMPTS = 1000
 """The newest attempts count for goodput."""
 
 
-class History:
+class MetricsReader:
     """Reads new rows of metrics.jsonl. A resumed run replaces the file.
 
     Args:

@@ -55,7 +55,7 @@ class Point(Live, frozen=True):
     eval_loss: float | None = None
 
 
-class Parts(Live, frozen=True):
+class StepSeconds(Live, frozen=True):
     """Seconds of the last step that was timed, of one rank."""
 
     data_s: float = 0.0
@@ -90,7 +90,7 @@ class RankRow(Live, frozen=True):
     clock_mhz: float | None = None
     throttle: str = ""
     """Why the GPU is throttled, such as `heat`."""
-    parts: Parts | None = None
+    parts: StepSeconds | None = None
     heard_s: float | None = None
     """Seconds since the last heartbeat."""
     pid: int | None = None
@@ -150,7 +150,7 @@ class ClusterRow(Live, frozen=True):
     tokens_per_second: float | None = None
     outer_step: int | None = None
     inner_steps: int | None = None
-    """Of this round."""
+    """Inner steps since the last outer step."""
     weight: float | None = None
     """Share in the last average."""
     up_bytes: int | None = None
@@ -186,5 +186,4 @@ class Snapshot(Live, frozen=True):
     ranks: tuple[RankRow, ...] = ()
     links: tuple[LinkRow, ...] = ()
     notes: tuple[str, ...] = ()
-    """What a person should know now, the worst first: a rank that is gone, a straggler, a link that
-    is cut."""
+    """Notes for the user, the worst first: a lost rank, a straggler, a link that is down."""

@@ -52,7 +52,7 @@ class Reader(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether all machines have answered, or are known not to."""
+        """True if all machines have answered, or are known not to."""
         ...
 
     def look(self) -> Snapshot | None:
@@ -64,7 +64,7 @@ class Reader(Protocol):
         ...
 
 
-class Here:
+class LocalReader:
     """A run directory of this machine."""
 
     is_ready = True
@@ -86,7 +86,7 @@ class Here:
         """See `Reader.close`."""
 
 
-class Joined:
+class JoinedReader:
     """A cluster of this machine that has joined others elsewhere, which the hub shows."""
 
     error, is_ready = "", True
@@ -110,7 +110,7 @@ class Joined:
         """See `Reader.close`."""
 
 
-class There:
+class RemoteReader:
     """A run on another machine: isles there looks, and writes a line each time.
 
     One ssh process lives as long as the reader. If the connection breaks, the reader reconnects.
@@ -217,7 +217,7 @@ class There:
         return lines[0].removeprefix("error: ") if lines else f"exit status {code}"
 
 
-class Several:
+class MultiClusterReader:
     """A run on several clusters, from the machine that has started it."""
 
     error = ""
@@ -284,7 +284,7 @@ class Several:
             reader.close()
 
 
-class Hub:
+class HubReader:
     """A hub of this machine that was opened by itself, and the clusters that have joined it."""
 
     error, is_ready = "", True
@@ -321,11 +321,11 @@ def reader_of(found: Found, every_s: float, *, is_own: bool) -> Reader:
             has_parent = parent_of(parent, found) is not None
             lines = [line for line in (found.join_line, found.tunnel_line) if line.exists()]
             alone = is_own or has_parent or not lines
-            return Here(found) if alone else Joined(found, lines[0])
+            return LocalReader(found) if alone else JoinedReader(found, lines[0])
         case RemoteRun():
             owner = parent_of(list_multi_cluster(Path(found.folder)), found)
-            return There(found, every_s, is_own=is_own or owner is not None)
+            return RemoteReader(found, every_s, is_own=is_own or owner is not None)
         case MultiClusterRun():
-            return Several(found, every_s)
+            return MultiClusterReader(found, every_s)
         case _:
-            return Hub(found)
+            return HubReader(found)

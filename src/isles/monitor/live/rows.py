@@ -10,7 +10,7 @@ from typing import Any
 
 from isles.errors import ExitCode
 from isles.facts.units import format_duration, printable
-from isles.monitor.live.model import HostRow, LinkRow, Parts, RankRow
+from isles.monitor.live.model import HostRow, LinkRow, RankRow, StepSeconds
 from isles.monitor.live.waits import Stage, Step, Waits, late
 from isles.monitor.status import RunReport
 from isles.run.manifest import number_of as name_number
@@ -75,7 +75,7 @@ class Records:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the coordinator has stopped to write."""
+        """True if the coordinator no longer writes."""
         return self.is_on and self.age_s is not None and self.age_s > self.silent_s
 
     @cached_property
@@ -259,12 +259,12 @@ def _ranks_of(records: Records, host: HostRow, most: int) -> list[RankRow]:
     return rows
 
 
-def _parts(own: dict[str, Any]) -> Parts | None:
+def _parts(own: dict[str, Any]) -> StepSeconds | None:
     parts = part_of(own, "parts")
     if not parts:
         return None
     compute = (number_of(parts, "forward_backward"), number_of(parts, "optimizer"))
-    return Parts(
+    return StepSeconds(
         data_s=number_of(parts, "data") or 0.0,
         compute_s=sum(part or 0.0 for part in compute),
         communication_s=number_of(parts, "communication") or 0.0,
@@ -272,7 +272,7 @@ def _parts(own: dict[str, Any]) -> Parts | None:
 
 
 def _step_s(own: dict[str, Any], row: RankRow) -> float:
-    parts = row.parts or Parts()
+    parts = row.parts or StepSeconds()
     # What its parts make; `step_s` may be that of a later step.
     summed_s = parts.data_s + parts.compute_s + parts.communication_s
     return summed_s or number_of(own, "step_s") or 0.0

@@ -11,7 +11,7 @@ from typing import Any
 from isles import __version__
 from isles.errors import UserError
 from isles.facts.units import format_duration, printable
-from isles.monitor.live.history import History, goodput, spans_of
+from isles.monitor.live.history import MetricsReader, goodput, spans_of
 from isles.monitor.live.model import (
     ClusterRow,
     Head,
@@ -66,7 +66,7 @@ class RunReader:
         self.run_dir, self._clock = run_dir, clock
         self.cluster = _cluster_name(run_dir)
         """Name of its cluster, or of the run if the cluster is unknown."""
-        self._history = History(run_dir.metrics)
+        self._history = MetricsReader(run_dir.metrics)
         self._values = _run_values(run_dir)
         self._view = ClusterView(self.cluster)
 

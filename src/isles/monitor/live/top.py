@@ -172,7 +172,7 @@ class Top(App[None]):
     ]
 
     def __init__(self, watch: Watch) -> None:
-        # The terminal's own colours, on its own ground, light or dark.
+        # The terminal's own colors, on its own ground, light or dark.
         super().__init__(ansi_color=True)
         self._watch = watch
         self._view, self._drawn, self._is_typing = View(), Drawn(), False
@@ -309,14 +309,14 @@ class Top(App[None]):
     def action_stack(self) -> None:
         if (row := self._rank()) is not None:
             title = f"what {_name(row)} does now"
-            self.push_screen(Reader(title, lambda: self._watch.stack(row), again=True))
+            self.push_screen(TextScreen(title, lambda: self._watch.stack(row), again=True))
 
     def action_log(self) -> None:
         if (row := self._rank()) is not None:
             title = f"the last {LOG_LINES} lines of {_name(row)}"
             work = self._watch.log_lines
             self.push_screen(
-                Reader(title, lambda: "\n".join(work(row, LOG_LINES)), again=True, at_end=True)
+                TextScreen(title, lambda: "\n".join(work(row, LOG_LINES)), again=True, at_end=True)
             )
 
     def _rank(self) -> RankRow | None:
@@ -328,17 +328,17 @@ class Top(App[None]):
 
     def action_notes(self) -> None:
         notes = self._snapshot.notes if self._snapshot else ()
-        self.push_screen(Reader("notes", lambda: "\n\n".join(notes) or "nothing is wrong"))
+        self.push_screen(TextScreen("notes", lambda: "\n\n".join(notes) or "nothing is wrong"))
 
     def action_help(self) -> None:
-        self.push_screen(Reader("keys and words of isles top", lambda: HELP))
+        self.push_screen(TextScreen("keys and words of isles top", lambda: HELP))
 
     def action_stop(self) -> None:
         name = self._watch.typed
 
         def stop(is_sure: bool | None) -> None:
             if is_sure:
-                reader = Reader(
+                reader = TextScreen(
                     f"stopping {name}", work, "It is asked, and waited for; q goes back."
                 )
                 self.push_screen(reader)
@@ -352,11 +352,11 @@ class Top(App[None]):
         self.push_screen(Question(name, self._watch.stop_means), stop)
 
 
-class Reader(ModalScreen[None]):
+class TextScreen(ModalScreen[None]):
     """A text that takes a while to come, to scroll in."""
 
     CSS = """
-    Reader { background: ansi_default; }
+    TextScreen { background: ansi_default; }
     .title { text-style: bold; height: 1; }
     .help { text-style: dim; height: 1; }
     VerticalScroll { height: 1fr; }
@@ -416,7 +416,7 @@ class Reader(ModalScreen[None]):
 
 
 class Question(ModalScreen[bool]):
-    """Whether to stop the run. Only `y` says yes."""
+    """Question before the run is stopped. Only `y` means yes."""
 
     CSS = """
     Question { align: center middle; }

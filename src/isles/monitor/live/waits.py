@@ -37,7 +37,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What a rank does now, and for how long."""
+    """Current stage of a rank, and its duration so far."""
 
     step: int
     stage: str

@@ -74,7 +74,7 @@ class CheckLine:
 
 
 def is_over(snapshot: Snapshot) -> bool:
-    """Whether the run has ended, however it has."""
+    """True if the run has ended, for any reason."""
     return snapshot.run.state in _OVER
 
 
@@ -337,7 +337,7 @@ def _steps_missing(points: Sequence[Point]) -> str:
 def _ends(points: Sequence[Point]) -> tuple[Point, Point, float]:
     # Medians of the first and last third of the newer half of the curve (of all of a short one),
     # and what two such medians differ by without a reason: by the median difference of
-    # neighbours, which neither a trend nor single jumps disturb.
+    # neighbors, which neither a trend nor single jumps disturb.
     since = points[-1].step - (points[-1].step - points[0].step) / 2
     recent = [point for point in points if point.step >= since]
     if len(recent) < 3 * _LEAST_POINTS:

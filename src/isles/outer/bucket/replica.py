@@ -172,7 +172,7 @@ class Replica:
             except (StoreError, TimeoutError) as error:
                 log.info("outer cannot read the bucket: %s", error)
                 pause_s = _STRUCK_S
-            # Not `wait_for`: Python 3.11's forgets that it was cancelled if both happen at the same
+            # Not `wait_for`: Python 3.11's forgets that it was canceled if both happen at the same
             # time.
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):

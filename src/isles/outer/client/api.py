@@ -27,7 +27,7 @@ from isles.outer.messages import (
     LeaveRun,
     OnlyId,
     RoundAnswer,
-    Shown,
+    ShownRecord,
     StateAnswer,
     StateFile,
     StateNumber,
@@ -86,7 +86,7 @@ class HubApi:
 
     async def show(self, record: str, deadline_s: float) -> None:
         """Publish what this cluster shows to people; the hub keeps the newest record."""
-        body = Shown(id=self.id, record=record)
+        body = ShownRecord(id=self.id, record=record)
         await self.channel.ask("/v1/live", Answer, deadline_s, body)
 
     async def leave(self, deadline_s: float, *, has_finished: bool = False) -> None:

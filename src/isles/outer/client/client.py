@@ -24,7 +24,7 @@ from isles.outer.bucket import BucketSettings
 from isles.outer.bucket.api import BucketApi
 from isles.outer.client.api import HubApi
 from isles.outer.client.http import WHO_IS_THERE, HubRefusal
-from isles.outer.client.session import JOIN_AGAIN, Account, HubState, RejoinError, Session
+from isles.outer.client.session import JOIN_AGAIN, ClientState, HubState, RejoinError, Session
 from isles.outer.client.spool import Spool
 from isles.outer.hivemind import HivemindSettings
 from isles.outer.layout import FragmentLayout
@@ -169,21 +169,21 @@ class SingleCluster(OuterLink):
             self.emit(End(0))
 
 
-def _open_bucket(settings: BucketSettings, account: Account) -> BucketApi:
-    account.they_are = "the bucket is"
+def _open_bucket(settings: BucketSettings, client: ClientState) -> BucketApi:
+    client.they_are = "the bucket is"
 
     def show(shown: dict[str, Any]) -> None:
-        account.state.shown = shown
+        client.state.shown = shown
 
-    join = account.first_join
+    join = client.first_join
     return BucketApi(
         settings,
         join.id,
         join.name,
-        account.spool,
-        up=account.up,
-        down=account.down,
-        report=account.report,
+        client.spool,
+        up=client.up,
+        down=client.down,
+        report=client.report,
         show=show,
     )
 
@@ -236,14 +236,14 @@ class HubClient(OuterLink):
         self._more_s = 0.0 if hivemind is None else _PEERS_END_S
         kept = 0 if hivemind is None else _KEPT_AVERAGES
         files = Spool.of(spool, join.pieces, join.version, kept)
-        self._account = Account(join, files, self.emit, note, max_bytes_per_s, shows)
-        super().__init__(files, self._account.state)
+        self._client = ClientState(join, files, self.emit, note, max_bytes_per_s, shows)
+        super().__init__(files, self._client.state)
         self._join_file, self._heartbeat_s, self._hivemind = join_file, heartbeat_s, hivemind
         if hivemind is not None:
-            self._account.they_are = "the other clusters are"
+            self._client.they_are = "the other clusters are"
         self._bucket: BucketApi | None = None
         if bucket is not None:
-            self._bucket = _open_bucket(bucket, self._account)
+            self._bucket = _open_bucket(bucket, self._client)
         self._session: Session | None = None
         self._left: tuple[bool, bool] | None = None
         self._refused_at: float | None = None
@@ -257,25 +257,25 @@ class HubClient(OuterLink):
 
     @in_loop
     def contribute(self, pending: Pending) -> None:
-        self._account.pending[pending.outer_step] = pending
+        self._client.pending[pending.outer_step] = pending
         if self._session is not None:
             self._session.contribute(pending)
 
     @in_loop
     def applied(self, outer_step: int, digest: str) -> None:
-        account = self._account
-        account.outer_params[outer_step % len(account.outer_params)] = digest
+        client = self._client
+        client.outer_params[outer_step % len(client.outer_params)] = digest
         self._spool.note_outer_params(outer_step, digest)
         self._spool.version = outer_step + 1
-        for late in [other for other in account.pending if other <= outer_step]:
-            del account.pending[late]  # it arrived after the outer step was decided
+        for late in [other for other in client.pending if other <= outer_step]:
+            del client.pending[late]  # it arrived after the outer step was decided
         self._spool.tidy()
         if self._session is not None:
             self._session.applied(outer_step, digest)
 
     @in_loop
     def lease(self, num_samples: int) -> None:
-        self._account.wanted.append(num_samples)
+        self._client.wanted.append(num_samples)
         if self._session is not None:
             self._session.lease(num_samples)
 
@@ -287,21 +287,21 @@ class HubClient(OuterLink):
 
     @in_loop
     def adopted(self, version: int, outer_params: Sequence[str]) -> None:
-        account, spool = self._account, self._spool
-        account.outer_params = list(outer_params)
-        spool.version = account.delivered = version
-        for outer_step in account.pending:
+        client, spool = self._client, self._spool
+        client.outer_params = list(outer_params)
+        spool.version = client.delivered = version
+        for outer_step in client.pending:
             spool.contribution(outer_step).unlink(missing_ok=True)
-        account.pending.clear()
+        client.pending.clear()
         shutil.rmtree(spool.pulled, ignore_errors=True)
         self._begin_anew.set()
 
     @in_loop
     def reset_done(self) -> None:
-        self._account.reset_done = self._account.reset_reason
+        self._client.reset_done = self._client.reset_reason
 
     def report(self, **progress: Any) -> None:
-        self._account.progress = progress
+        self._client.progress = progress
 
     def close(self, *, leaves: bool = True, has_finished: bool = False) -> None:
         self._leave(leaves and self.state.is_connected, has_finished)
@@ -345,14 +345,14 @@ class HubClient(OuterLink):
                     await asyncio.wait_for(self._leaving.wait(), pause_s)
                     return
         finally:
-            if self._account.node is not None:
+            if self._client.node is not None:
                 leaves, has_finished = self._left or (False, False)
-                await self._account.node.close(waits=leaves and has_finished)
+                await self._client.node.close(waits=leaves and has_finished)
             if self._bucket is not None:
                 self._bucket.close()
 
     def _is_final(self, error: BaseException) -> bool:
-        account, node = self._account, self._account.node
+        client, node = self._client, self._client.node
         if isinstance(error, HubRefusal) and error.kind in _WILL_PASS:
             self._refused_at = self._refused_at or time.monotonic()
         refused_s = time.monotonic() - (self._refused_at or time.monotonic())
@@ -365,40 +365,40 @@ class HubClient(OuterLink):
             case HubRefusal() if error.kind == "ahead" and node is not None:
                 node.knows_more()
             case HubRefusal() if (error.kind in _WILL_PASS and refused_s < _PATIENCE_S) or (
-                error.kind in WHO_IS_THERE and account.state.is_joined
+                error.kind in WHO_IS_THERE and client.state.is_joined
             ):
-                account.is_lost(error.what)
+                client.is_lost(error.what)
             case HubRefusal() | ConfigError() | MissingDependencyError():
                 who = "hub" if self._bucket is None else "bucket"
                 what = f"the {who} refuses this cluster: {error.what}; {error.fix}"
-                account.report(what, warns=True)
-                account.state.refusal = error
+                client.report(what, warns=True)
+                client.state.refusal = error
                 return True
             case CommunicationError():
-                account.is_lost(error.what)
+                client.is_lost(error.what)
             case _:
                 what = "the hub client failed"
                 log.error(what, exc_info=error)
-                account.report(f"{what} and restarts ({error!r})", warns=True)
+                client.report(f"{what} and restarts ({error!r})", warns=True)
         return False
 
     async def _take_part(self) -> BaseException:
         # Runs while the hub knows this cluster; returns why it ended.
-        account = self._account
+        client = self._client
         self._begin_anew.clear()
         try:
             if self._hivemind is not None:
                 await self._begin_node(self._hivemind)
-            line, id = None, account.first_join.id
+            line, id = None, client.first_join.id
             api: HubApi | BucketApi
             if self._bucket is not None:
                 api = self._bucket
             else:
                 line = JoinLine.read(self._join_file)
-                api = HubApi(line, id, up=account.up, down=account.down)
+                api = HubApi(line, id, up=client.up, down=client.down)
             async with api, asyncio.TaskGroup() as group:
                 group.create_task(self._watch(line))
-                session = Session(account, api, group, self._heartbeat_s)
+                session = Session(client, api, group, self._heartbeat_s)
                 group.create_task(self._end(session))
                 await session.join()
                 self._session, self._refused_at = session, None
@@ -413,14 +413,14 @@ class HubClient(OuterLink):
             self._session = None
 
     async def _begin_node(self, settings: HivemindSettings) -> None:
-        account = self._account
-        if account.node is None:
+        client = self._client
+        if client.node is None:
             from isles.outer.hivemind.host import Node
 
-            name, folder = account.first_join.name, self._spool.folder / "hivemind"
-            account.node = Node(settings, name, folder, self._spool, account.report)
-            self._join_file = await account.node.listen()
-        account.node.begin()
+            name, folder = client.first_join.name, self._spool.folder / "hivemind"
+            client.node = Node(settings, name, folder, self._spool, client.report)
+            self._join_file = await client.node.listen()
+        client.node.begin()
 
     async def _watch(self, line: JoinLine | None) -> None:
         # Rejoin if the join line has changed; detect failures of hivemind's part.
@@ -429,8 +429,8 @@ class HubClient(OuterLink):
             with suppress(ConfigError):
                 if line is not None and JoinLine.read(self._join_file) != line:
                     raise RejoinError("there is a new join line")
-            if self._account.node is not None:
-                self._account.node.check()
+            if self._client.node is not None:
+                self._client.node.check()
             if self._bucket is not None:
                 self._bucket.check()
 

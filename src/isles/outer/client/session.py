@@ -2,8 +2,8 @@
 
 An exception of one of its tasks ends a session: the hub has forgotten this cluster, its outer
 parameters differ from the run's, or the hub refuses for good. The state of the client outlives the
-session (`Account`): a new session sends undecided contributions again. `http.py` retries requests,
-without a limit unless stated otherwise.
+session (`ClientState`): a new session sends undecided contributions again. `http.py` retries
+requests, without a limit unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class HubState:
     received_bytes: int = 0
 
     def is_away_for(self, seconds: float) -> bool:
-        """Whether the hub has not answered for this long, or refuses this cluster."""
+        """True if the hub has not answered for this long, or refuses this cluster."""
         since = self.lost_at
         is_long = since is not None and time.monotonic() - since >= seconds
         return is_long or self.refusal is not None
@@ -114,7 +114,7 @@ class RejoinError(Exception):
     """Ends a session; the next may begin immediately."""
 
 
-class Account:
+class ClientState:
     """State of the client over all sessions: contributions, averages, and its view of the hub."""
 
     def __init__(
@@ -177,14 +177,14 @@ class Session:
 
     def __init__(
         self,
-        account: Account,
+        client: ClientState,
         api: HubApi | BucketApi,
         group: asyncio.TaskGroup,
         heartbeat_s: float,
     ) -> None:
-        self._account, self._api, self._group = account, api, group
-        self._state, self._spool = account.state, account.spool
-        self._name, self._heartbeat_s = account.first_join.name, heartbeat_s
+        self._client, self._api, self._group = client, api, group
+        self._state, self._spool = client.state, client.spool
+        self._name, self._heartbeat_s = client.first_join.name, heartbeat_s
         self._sending, self._leasing, self._reporting = (asyncio.Lock() for _ in range(3))
         self._uploads: dict[int, asyncio.Task[tuple[int, float]]] = {}
         self._room = asyncio.Event()
@@ -192,36 +192,36 @@ class Session:
 
     async def join(self) -> None:
         """Join the hub, and start all tasks of a member."""
-        account, state, spool = self._account, self._state, self._spool
-        now = {"version": spool.version, "has": spool.has, "holding": account.holding}
-        join = account.first_join.model_copy(update={**now, "outer_params": account.outer_params})
+        client, state, spool = self._client, self._state, self._spool
+        now = {"version": spool.version, "has": spool.has, "holding": client.holding}
+        join = client.first_join.model_copy(update={**now, "outer_params": client.outer_params})
         answer = await self._api.join(join, _JOIN_S)
-        account.is_found()
+        client.is_found()
         is_behind = answer.standing == "behind"
         log.info("outer joined standing=%s step=%d", answer.standing, answer.outer_step)
         state.decided = 0 if is_behind else answer.outer_step
         state.is_behind = is_behind  # before `is_joined`: rank 0 reads both
         state.is_joined = state.is_connected = True
-        if account.node is not None:
-            account.node.has_joined()
+        if client.node is not None:
+            client.node.has_joined()
         # Contributions are counted there, or come back with a refusal.
-        sent = [span for pending in account.pending.values() for span in pending.samples]
+        sent = [span for pending in client.pending.values() for span in pending.samples]
         if lost := without(answer.lost, sent):
-            account.holding = without(account.holding, lost)
-            account.emit(Revoke(tuple(lost)))
+            client.holding = without(client.holding, lost)
+            client.emit(Revoke(tuple(lost)))
         self._heartbeat_s = min(self._heartbeat_s, answer.settings.dead_after_s / 4)
         self._group.create_task(self._send_heartbeats())
         self._group.create_task(self._show())
-        for num_samples in account.wanted:
+        for num_samples in client.wanted:
             self.lease(num_samples)
         if is_behind:
-            account.note(f"this cluster copies the weights of another cluster ({answer.why})")
+            client.note(f"this cluster copies the weights of another cluster ({answer.why})")
             self._group.create_task(self._pull_state())
         else:
             spool.tidy()
             self._group.create_task(self._follow())
-            for outer_step in sorted(account.pending):
-                self.contribute(account.pending[outer_step])
+            for outer_step in sorted(client.pending):
+                self.contribute(client.pending[outer_step])
 
     async def leave(self, *, has_finished: bool) -> None:
         """Leave the hub, within some seconds."""
@@ -241,36 +241,36 @@ class Session:
     # Heartbeats.
 
     async def _send_heartbeats(self) -> None:
-        account, state = self._account, self._state
+        client, state = self._client, self._state
         while True:
-            state.sent_bytes, state.received_bytes = account.up.total, account.down.total
+            state.sent_bytes, state.received_bytes = client.up.total, client.down.total
             heartbeat = Heartbeat(
                 id=self._api.id,
                 version=self._spool.version,
                 has=self._spool.has,
                 sent_bytes=state.sent_bytes,
                 received_bytes=state.received_bytes,
-                **account.progress,
+                **client.progress,
             )
             try:
                 answer = await self._api.heartbeat(heartbeat, _HEARTBEAT_S)
                 self._heed(answer)
-                if answer.command == "reset" and answer.command_reason == account.reset_done:
+                if answer.command == "reset" and answer.command_reason == client.reset_done:
                     await self._api.reset_done(_HEARTBEAT_S)
             except DeadlineError as error:
-                account.is_lost(error.what)
+                client.is_lost(error.what)
             else:
-                account.is_found()
+                client.is_found()
             end = time.monotonic() + self._heartbeat_s
             await asyncio.sleep(_MOMENT_S)
-            while not account.progress.get("ends") and time.monotonic() < end:
+            while not client.progress.get("ends") and time.monotonic() < end:
                 await asyncio.sleep(_MOMENT_S)
 
     async def _show(self) -> None:
         # Status for people who cannot reach this cluster's machines. No run depends on it.
         while True:
             with suppress(DeadlineError, OSError):
-                if record := await asyncio.to_thread(self._account.shows):
+                if record := await asyncio.to_thread(self._client.shows):
                     try:
                         await self._api.show(record, _SHOW_EVERY_S)
                     except HubRefusal as error:  # from a hub of an earlier version
@@ -279,28 +279,28 @@ class Session:
             await asyncio.sleep(_SHOW_EVERY_S)
 
     def _heed(self, answer: HeartbeatAnswer) -> None:
-        account, state = self._account, self._state
+        client, state = self._client, self._state
         state.sync_every = answer.sync_every
         if tuple(answer.members) != state.members:
             state.members = tuple(answer.members)
             log.info("outer clusters=%s", printable(",".join(state.members), longest=_LONGEST))
         state.closing = None
         for each in answer.open:
-            is_missing = self._name in each.waits_for and each.outer_step not in account.pending
+            is_missing = self._name in each.waits_for and each.outer_step not in client.pending
             if each.due_in_s is not None and is_missing and state.closing is None:
                 state.closing = each.outer_step, each.due_in_s
-        known = (account.reset_reason, account.reset_done)
+        known = (client.reset_reason, client.reset_done)
         if answer.command == "pull" and not state.is_behind:
             raise RejoinError(answer.command_reason)
         if answer.command == "reset" and answer.command_reason not in known:
-            account.reset_reason = answer.command_reason
-            account.note(f"this cluster goes back to the last average: {answer.command_reason}")
-            account.emit(Reset())
+            client.reset_reason = answer.command_reason
+            client.note(f"this cluster goes back to the last average: {answer.command_reason}")
+            client.emit(Reset())
         if answer.ended is not None:
-            account.emit(End(answer.ended))
+            client.emit(End(answer.ended))
         if answer.send_state and time.monotonic() - self._asked_at > _ASK_S:
             self._asked_at = time.monotonic()
-            account.emit(SendState())
+            client.emit(SendState())
 
     # Contributions and averages.
 
@@ -312,7 +312,7 @@ class Session:
 
     async def _send(self, pending: Pending) -> tuple[int, float]:
         # Returns the number of sent bytes, and the seconds that this took.
-        up, path = self._account.up, self._spool.contribution(pending.outer_step)
+        up, path = self._client.up, self._spool.contribution(pending.outer_step)
         while True:
             try:
                 # One after the other: the outer step that is committed first gets the full
@@ -330,7 +330,7 @@ class Session:
                     return up.total - before, time.monotonic() - started
             except HubRefusal as error:
                 if error.kind in _LEFT_OUT:
-                    self._account.report(error.what, warns=error.kind != "late")
+                    self._client.report(error.what, warns=error.kind != "late")
                     return 0, 0.0
                 if error.kind != "early":
                     raise
@@ -354,9 +354,9 @@ class Session:
 
     async def _follow(self) -> None:
         # One average after the other, as far as rank 0 keeps up.
-        account, spool, down = self._account, self._spool, self._account.down
+        client, spool, down = self._client, self._spool, self._client.down
         while True:
-            outer_step = account.delivered
+            outer_step = client.delivered
             while outer_step >= spool.version + _AHEAD:
                 self._room.clear()
                 await self._room.wait()
@@ -366,17 +366,17 @@ class Session:
             path = spool.average(outer_step)
             await self._fetch(answer, path)
             receive_s = time.monotonic() - started
-            if account.node is not None:
+            if client.node is not None:
                 # With the hub in one of the clusters, its memory may be lost. So no average is
                 # applied before all living clusters have it.
                 spool.note_answer(answer)
                 while not await self._api.held(outer_step, _WAIT_S):
                     pass
-            account.delivered = outer_step + 1
-            pending = account.pending.pop(outer_step, None)
+            client.delivered = outer_step + 1
+            pending = client.pending.pop(outer_step, None)
             if pending is not None and self._name in answer.weights:
-                account.holding = without(account.holding, pending.samples)
-            account.emit(
+                client.holding = without(client.holding, pending.samples)
+            client.emit(
                 Apply(
                     outer_step=outer_step,
                     path=path if answer.size_bytes else None,
@@ -397,8 +397,8 @@ class Session:
             try:
                 return await self._api.wait_round(outer_step, _WAIT_S)
             except DeadlineError as error:
-                is_waited_for = outer_step in self._account.pending and self._state.is_connected
-                self._account.report(error.what, warns=is_waited_for)
+                is_waited_for = outer_step in self._client.pending and self._state.is_connected
+                self._client.report(error.what, warns=is_waited_for)
 
     async def _end_upload(self, answer: RoundAnswer) -> tuple[int, float]:
         task = self._uploads.pop(answer.outer_step, None)
@@ -427,15 +427,15 @@ class Session:
         self._group.create_task(self._lease(num_samples))
 
     async def _lease(self, num_samples: int) -> None:
-        account = self._account
+        client = self._client
         async with self._leasing:
             try:
                 found = await self._api.lease(num_samples, _FOREVER_S)
             except HubRefusal as error:
                 raise RejoinError(error.what) from error
-            account.wanted.remove(num_samples)
-            account.holding = joined([*account.holding, *found])
-            account.emit(Lease(tuple(found)))
+            client.wanted.remove(num_samples)
+            client.holding = joined([*client.holding, *found])
+            client.emit(Lease(tuple(found)))
 
     def give_state(self, version: int, paths: Sequence[Path], outer_params: Sequence[str]) -> None:
         """Upload this cluster's state for another cluster."""
@@ -454,24 +454,24 @@ class Session:
         self._asked_at = -math.inf
 
     async def _pull_state(self) -> None:
-        account, folder = self._account, self._spool.pulled
+        client, folder = self._client, self._spool.pulled
         while True:
             try:
                 answer = await self._api.pull_state(folder, _WAIT_S)
             except DeadlineError as error:
-                account.report(error.what, warns=True)
+                client.report(error.what, warns=True)
                 continue
             if await asyncio.to_thread(self._is_usable, answer):
                 break
             # An honest hub has checked it before, but its disk may have damaged it since.
-            account.report(
+            client.report(
                 f"the state of {answer.source} after {answer.version} outer steps is unusable; "
                 "this cluster waits for another state",
                 warns=True,
             )
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             await asyncio.sleep(_LOOK_AGAIN_S)
-        account.emit(
+        client.emit(
             Adopt(
                 version=answer.version,
                 paths=tuple(folder / file.name for file in answer.files),
@@ -482,7 +482,7 @@ class Session:
 
     def _is_usable(self, answer: StateAnswer) -> bool:
         # Whether the pulled files match the announcement; otherwise the ranks would fail.
-        join = self._account.first_join
+        join = self._client.first_join
         layout, momentum = join.identity.get("layout", ""), momentum_of(join.identity)
         if not len(answer.files) == len(answer.outer_params) == len(join.pieces):
             return False

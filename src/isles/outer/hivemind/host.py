@@ -94,7 +94,7 @@ class HubHost:
         self._settings = Settings.model_validate(rules)
         self.port = 0
         self.is_open = False
-        """Whether others may connect: this cluster has joined, so its weights are the run's."""
+        """True if others may connect: this cluster has joined, so its weights are the run's."""
 
     async def start(self, kept: Sequence[tuple[RoundAnswer, str, Path]]) -> None:
         """Start a run, or continue one; `kept` as in `Spool.kept_rounds`."""

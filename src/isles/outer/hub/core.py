@@ -34,7 +34,7 @@ from isles.outer.messages import (
     LeaveRun,
     RoundAnswer,
     RunRules,
-    Shown,
+    ShownRecord,
     Standing,
 )
 
@@ -242,7 +242,7 @@ class HubCore:
             send_state=self.states.is_source(number) and not member["is_behind"],
         )
 
-    def show(self, shown: Shown) -> None:
+    def show(self, shown: ShownRecord) -> None:
         """Keep a cluster's record for people. It is not a heartbeat, so no round waits for it."""
         self.membership.show(self.membership.find(shown.id)["number"], shown.record)
 

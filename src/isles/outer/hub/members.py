@@ -55,7 +55,7 @@ class Membership:
         self.heartbeats: dict[int, Heartbeat] = {}
         self._shown: dict[int, tuple[float, str]] = {}
         self.has_left = False
-        """Whether a member has left since this was set to False: its files may be deleted."""
+        """True if a member has left since this was set to False: its files may be deleted."""
 
     # The members.
 
@@ -140,12 +140,12 @@ class Membership:
         return row
 
     def has(self, member_id: str) -> bool:
-        """Whether an id belongs to a member."""
+        """True if an id belongs to a member."""
         sql = "SELECT 1 FROM members WHERE id = ? AND state != 'left'"
         return self.db.row(sql, member_id) is not None
 
     def all_have_finished(self, but: int | None = None) -> bool:
-        """Whether all clusters except `but` have left after the last step; False if none joined.
+        """True if all clusters except `but` have left after the last step. False if none joined.
 
         A cluster that pauses, or that left earlier, may come back and train.
         """

@@ -91,7 +91,7 @@ class Rounds:
         return "committed" if outer_step < self.next else "future"
 
     def has_begun(self, outer_step: int) -> bool:
-        """Whether any cluster has contributed."""
+        """True if any cluster has contributed."""
         return bool(self._parts(outer_step))
 
     def part_path(self, outer_step: int, number: int) -> Path:
@@ -117,7 +117,7 @@ class Rounds:
         return {self.part_path(outer_step, number) for number in numbers}
 
     def is_counted(self, outer_step: int, number: int) -> bool:
-        """Whether a member's contribution is complete."""
+        """True if a member's contribution is complete."""
         return number in [part["member"] for part in self._complete_parts(outer_step)]
 
     # Contributions.

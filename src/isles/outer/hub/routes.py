@@ -24,7 +24,7 @@ from isles.outer.body import read_body
 from isles.outer.hub.core import live, status
 from isles.outer.hub.files import Incoming, chunk_list, write_chunk_list
 from isles.outer.hub.rules import Refusal
-from isles.outer.hub.traffic import SMALL_BYTES, Pieces, Shared, Traffic, address_of, write
+from isles.outer.hub.traffic import SMALL_BYTES, PacedResponse, Shared, Traffic, address_of, write
 from isles.outer.hub.work import TURN, HubWork
 from isles.outer.messages import (
     CHUNK_BYTES,
@@ -39,7 +39,7 @@ from isles.outer.messages import (
     OnlyId,
     Received,
     RoundAnswer,
-    Shown,
+    ShownRecord,
     StateFile,
     StateNumber,
     StateOffer,
@@ -59,7 +59,7 @@ Knows = Callable[[asyncio.BaseTransport | None, str], None]
 _MOST_UPLOADS = 16
 """Number of chunks that a member may send at the same time; a client sends four."""
 _JOIN_BYTES, _AT_ONCE_BYTES = 4 * 2**20, 2**15
-_BODY_BYTES = {Join: _JOIN_BYTES, Contribution: 2**20, StateOffer: 2**20, Shown: 2 * LONGEST}
+_BODY_BYTES = {Join: _JOIN_BYTES, Contribution: 2**20, StateOffer: 2**20, ShownRecord: 2 * LONGEST}
 """Limits of long bodies: a join lists the model's pieces."""
 _BODY_S, _CHUNK_S, _LONGEST_WAIT_S = 60.0, 600.0, 30.0
 _MOST_PARSED = 2
@@ -139,9 +139,9 @@ def _explain(error: Exception) -> tuple[int, ErrorBody]:
             return 500, ErrorBody(kind="bug", what="internal error of the hub", fix=fix)
 
 
-def _answer(content: BaseModel | dict[str, Any] | list[str], status: int = 200) -> Pieces:
+def _answer(content: BaseModel | dict[str, Any] | list[str], status: int = 200) -> PacedResponse:
     text = content.model_dump_json() if isinstance(content, BaseModel) else json.dumps(content)
-    return Pieces(text.encode(), status)
+    return PacedResponse(text.encode(), status)
 
 
 async def _body(request: web.Request, size: int) -> bytes:
@@ -251,7 +251,7 @@ def make_app(work: HubWork, token: str, knows: Knows) -> web.Application:
                         if data:
                             span = f"bytes {part.start}-{part.start + len(data) - 1}/{size}"
                             headers = {"Content-Range": span}
-                            answer = Pieces(data, 206, headers)
+                            answer = PacedResponse(data, 206, headers)
                             await write(request, answer)
                             return answer
             return web.FileResponse(path)
@@ -278,7 +278,7 @@ def make_app(work: HubWork, token: str, knows: Knows) -> web.Application:
             web.post(f"{step}/complete", routes.complete),
             web.get(step, routes.round),
             web.post(f"{step}/held", routes.held),
-            post("/v1/live", Shown, core.show),
+            post("/v1/live", ShownRecord, core.show),
             post("/v1/state", OnlyId, lambda body: core.states.want(core.caller(body.id))),
             web.post("/v1/states", routes.offer_state),
             web.post(f"{state}/complete", routes.complete_state),
@@ -468,7 +468,7 @@ class Routes:
 
     async def _share(self, request: web.Request, shared: Shared) -> web.StreamResponse:
         async with shared.newest() as body:
-            answer = Pieces(body, is_shared=True)
+            answer = PacedResponse(body, is_shared=True)
             await self._traffic.send(request, answer)
         return answer
 

@@ -254,7 +254,7 @@ def heavy(weights: Mapping[str, int]) -> tuple[list[str], float] | None:
 
 
 def may_judge(reports: Mapping[int, str], living: Set[int], had_part: Set[int]) -> bool:
-    """Whether enough members have reported to decide which weights are right after an outer step.
+    """True if enough members have reported to decide which weights are right after an outer step.
 
     The first reports are not enough, since a liar's may be among them. A majority decides. Without
     a majority, all living members must report, or all living members of the average if these are

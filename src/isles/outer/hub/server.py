@@ -117,7 +117,7 @@ class Server:
         self._acceptor = Acceptor(listening, context, self._runner.server, clusters)
         port = listening.getsockname()[1]
         write_secret(port_file, str(port))
-        line = JoinLine(*_dialled(announce, host, port), run, token, fingerprint(self.folder))
+        line = JoinLine(*_dialed(announce, host, port), run, token, fingerprint(self.folder))
         write_secret(self.folder / "join", line.secret_text())
         self.work.begin()
         log.info("listening at=%s run=%s state=%s", line.address, run, self.folder)
@@ -139,7 +139,7 @@ class Server:
         resource.setrlimit(resource.RLIMIT_NOFILE, self._limit)
 
 
-def _dialled(announce: str, host: str, port: int) -> tuple[str, int]:
+def _dialed(announce: str, host: str, port: int) -> tuple[str, int]:
     if found := re.fullmatch(r"(\[[^\]]+\]|[^:]+):(\d+)", announce):
         return found[1].strip("[]"), int(found[2])
     return announce.strip("[]") or host, port

@@ -196,7 +196,7 @@ class States:
         return self._files(state)
 
     def is_given(self, member: sqlite3.Row, state: int) -> bool:
-        """Whether a state from a member is complete."""
+        """True if a state from a member is complete."""
         row = self._row(state)
         return bool(row["is_complete"]) and row["member"] == member["number"]
 

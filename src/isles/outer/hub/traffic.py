@@ -174,7 +174,7 @@ class Traffic:
         if response.prepared:  # and written: see `answering`
             return
         num_bytes = response.content_length or 0
-        if num_bytes <= SMALL_BYTES or (isinstance(response, Pieces) and response.is_shared):
+        if num_bytes <= SMALL_BYTES or (isinstance(response, PacedResponse) and response.is_shared):
             async with self._in_time(request), asyncio.timeout(_time_s(num_bytes)):
                 await write(request, response)
             return
@@ -244,7 +244,7 @@ class Poll:
             self._task = None
 
 
-class Pieces(web.StreamResponse):
+class PacedResponse(web.StreamResponse):
     """A long answer: each piece is written after the other end has read the previous piece.
 
     TLS copies every write whole, so one large write would hold the answer twice.

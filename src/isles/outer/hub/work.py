@@ -252,7 +252,7 @@ class HubWork:
                     await changed.wait()
 
     async def is_sound(self, state: int, files: Sequence[Path]) -> bool:
-        """Whether the files of a state match its announcement; see `States.is_sound`."""
+        """True if the files of a state match its announcement; see `States.is_sound`."""
         first, content = await self._first(), await self.ask(self.core.states.content, state)
         assert first is not None
         layout, version = first.identity.get("layout", ""), content.version

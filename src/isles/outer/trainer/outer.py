@@ -114,7 +114,7 @@ class Outer:
                 self._do(command)
 
     def plan(self) -> bool:
-        """Whether there is work after the step that begins now; rank 0 decides."""
+        """True if there is work after the step that begins now; rank 0 decides."""
         if self._scheduler is None:
             return False
         self.exchange.hand_in()
@@ -196,7 +196,7 @@ class Outer:
             for outer_step in sorted(exchange.sent):
                 if not self._await(outer_step, _LAST_WAIT_S, otherwise):
                     return False
-            if not exchange.has_learnt:
+            if not exchange.has_learned:
                 return self._end_with_all()
             if self._world.broadcast(scheduler is not None and scheduler.hub.state.is_behind):
                 break
@@ -368,7 +368,7 @@ class Outer:
                 "round": exchange.version // exchange.num_fragments,
                 "fragments": exchange.num_fragments,
                 "sync_every": scheduler.sync_every_at(exchange.version),
-                "is_averaged": not exchange.sent and not exchange.has_learnt,
+                "is_averaged": not exchange.sent and not exchange.has_learned,
                 "clusters": list(hub.members),
                 **({"meeting": hub.shown} if hub.shown else {}),
                 "is_connected": hub.is_connected,

@@ -16,7 +16,7 @@ from isles.config.sections.outer import DiLoCoConfig
 from isles.outer.client.client import OuterLink
 from isles.outer.client.session import HubState
 from isles.outer.client.spool import Spool
-from isles.outer.cluster import Applied, Cluster
+from isles.outer.cluster import Cluster, CompletedStep
 from isles.outer.diloco import Mode
 from isles.outer.layout import FragmentLayout
 from isles.outer.messages import Adopt, Apply, Pending
@@ -58,7 +58,7 @@ class _Move:
     # An average that is being applied to the weights while inner steps continue.
     apply: Apply
     pending: Pending
-    applied: Future[Applied]
+    applied: Future[CompletedStep]
 
 
 class Clock:
@@ -146,7 +146,8 @@ class OuterStep:
         self._encodings: dict[int, Future[float]] = {}
         self._move: _Move | None = None
         self._is_own_past = True
-        """Whether a contribution in this cluster's name may belong to an earlier attempt."""
+        """True if a contribution in this cluster's name may belong to an earlier attempt."""
+        # One thread: all ranks must make the collective calls of its work in the same order.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="outer")
 
     # Checkpoints.
@@ -204,20 +205,21 @@ class OuterStep:
         self.finish_move()
         fragment = outer_step % self.num_fragments
         samples = self.samples.take_read(self.progress.samples)
-        self.sent[outer_step] = self._take_learnt(outer_step, samples)
+        self.sent[outer_step] = self._take_learned(outer_step, samples)
         self.contributed_at = self.steps
         self._is_own_past = False
         self.clock.begin(outer_step)
+        # A copy, because inner steps change the weights while the thread encodes.
         self._cluster.snapshot(fragment)
         self._encode(outer_step)
         if self.config.delay == 0:
             self.encoded(outer_step)
 
-    def _take_learnt(self, outer_step: int, samples: Sequence[Interval]) -> Pending:
+    def _take_learned(self, outer_step: int, samples: Sequence[Interval]) -> Pending:
         fragment = outer_step % self.num_fragments
         pending = Pending(
             outer_step=outer_step,
-            tokens=max(1, self._learnt_tokens(fragment)),
+            tokens=max(1, self._learned_tokens(fragment)),
             inner_steps=self.steps - self._steps_at[fragment],
             samples=tuple(samples),
             steps=self.steps,
@@ -282,13 +284,13 @@ class OuterStep:
             # Made by an earlier attempt, after the checkpoint that this one resumes from: the
             # average contains the progress since then.
             self._cluster.snapshot(fragment)
-            pending = self._take_learnt(outer_step, ())
+            pending = self._take_learned(outer_step, ())
             mode = "on_time"
-        elif not self._learnt_tokens(fragment) and fragment not in self._cluster.pending:
+        elif not self._learned_tokens(fragment) and fragment not in self._cluster.pending:
             mode = "idle"
         if apply.path is None:
             self._cluster.drop(fragment)
-            self._applied(apply, pending, Applied(self._cluster.digest(fragment), 0.0), mode)
+            self._applied(apply, pending, CompletedStep(self._cluster.digest(fragment), 0.0), mode)
             return
         arguments = (fragment, apply.path, len(apply.weights), mode)
         alpha = self.config.alpha if self.config.delay else 0.0
@@ -326,7 +328,9 @@ class OuterStep:
         self._cluster.give(move.apply.outer_step % self.num_fragments)
         self._applied(move.apply, move.pending, applied, "overlap")
 
-    def _applied(self, apply: Apply, pending: Pending | None, applied: Applied, mode: Mode) -> None:
+    def _applied(
+        self, apply: Apply, pending: Pending | None, applied: CompletedStep, mode: Mode
+    ) -> None:
         outer_step = apply.outer_step
         self.version = outer_step + 1
         self.hub.applied(outer_step, applied.digest)
@@ -374,7 +378,7 @@ class OuterStep:
         self.finish_move()
         for pending in self._end_all():
             self._give_back(pending)
-        keeps_steps = self.has_learnt
+        keeps_steps = self.has_learned
         for fragment, path in enumerate(adopt.paths):
             self._cluster.import_state(
                 fragment,
@@ -418,21 +422,21 @@ class OuterStep:
         return self.samples.holding([span for sent in self.sent.values() for span in sent.samples])
 
     def is_overdue(self, outer_step: int) -> bool:
-        """Whether `delay` steps were made since the contribution."""
+        """True if `delay` steps were made since the contribution."""
         return not self._is_early(self.sent[outer_step])
 
     def is_done(self, outer_step: int) -> bool:
-        """Whether the weights contain the average of an outer step that this cluster contributed
+        """True if the weights contain the average of an outer step that this cluster contributed
         to."""
         is_moving = self._move is not None and self._move.apply.outer_step == outer_step
         return outer_step not in self.sent and not is_moving
 
     @property
-    def has_learnt(self) -> bool:
-        """Whether there is progress that no contribution has."""
-        return any(self._learnt_tokens(fragment) for fragment in range(self.num_fragments))
+    def has_learned(self) -> bool:
+        """True if there is progress that no contribution has."""
+        return any(self._learned_tokens(fragment) for fragment in range(self.num_fragments))
 
-    def _learnt_tokens(self, fragment: int) -> int:
+    def _learned_tokens(self, fragment: int) -> int:
         return self.progress.target_tokens - self._tokens_at[fragment]
 
     @property

@@ -122,7 +122,7 @@ class OuterScheduler:
         self.exchange, self.hub = exchange, hub
         self.speed = OuterSpeed()
         self.uses_reserve = False
-        """Whether the current samples are reserved ones, not leased."""
+        """True if the current samples are reserved ones, not leased."""
         self._config, self._num_fragments = exchange.config, exchange.num_fragments
         self._schedule = schedule_of(exchange.config, exchange.num_fragments)
         self._batch, self._total_steps = batch, total_steps
@@ -157,7 +157,7 @@ class OuterScheduler:
         if any(other % self._num_fragments == fragment for other in exchange.sent):
             return False
         closing = state.closing
-        if closing is not None and closing[0] == outer_step and exchange.has_learnt:
+        if closing is not None and closing[0] == outer_step and exchange.has_learned:
             log.info(
                 "outer step=%d closes in seconds=%.1f, so contributing the steps up to now",
                 *closing,

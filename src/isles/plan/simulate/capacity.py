@@ -13,7 +13,7 @@ from isles.plan.simulate.setting import (
     HUB_TAKES,
     NUMBER_THREADS,
     ON_THE_WIRE,
-    Setting,
+    SimulationSettings,
 )
 
 MOST_MEMBERS = 4096
@@ -62,7 +62,7 @@ class Capacity:
         return self.limits[0]
 
 
-def capacity(fleet: FleetConfig, setting: Setting) -> Capacity:
+def capacity(fleet: FleetConfig, setting: SimulationSettings) -> Capacity:
     """Capacity of a hub for clusters like the fleet's, in the same proportions.
 
     The hub can serve them if each of its parts needs less time per round (every fragment once)
@@ -115,7 +115,7 @@ def with_hubs(fleet: FleetConfig, hubs: int) -> FleetConfig:
     return fleet.model_copy(update={"hub": fleet.hub.model_copy(update={"hubs": hubs})})
 
 
-def _root_s(fleet: FleetConfig, setting: Setting, hubs: int) -> float:
+def _root_s(fleet: FleetConfig, setting: SimulationSettings, hubs: int) -> float:
     # Time of a fragment from the hubs to the root and back, with averaging at the root.
     if hubs < 2:
         return 0.0
@@ -138,6 +138,6 @@ def without_chance(fleet: FleetConfig) -> FleetConfig:
     return fleet.model_copy(update={"clusters": groups, "incidents": ()})
 
 
-def without_end(setting: Setting) -> Setting:
+def without_end(setting: SimulationSettings) -> SimulationSettings:
     """The run without its end, for figures of its middle."""
     return replace(setting, max_steps=None)

@@ -1,6 +1,6 @@
 """Clock, events, links and costs of a simulated run. `exchange.py` has the events' actions.
 
-Events are data: a time, a name and a member. `Engine` has the table of their actions.
+Events are data: a time, a name and a member. `Simulation` has the table of their actions.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 from isles.plan.simulate.fleet import FleetConfig
 from isles.plan.simulate.line import Flow, Line
-from isles.plan.simulate.member import Machine, Member, State
+from isles.plan.simulate.member import Member, SharedMachine, State
 from isles.plan.simulate.rounds import Hub
-from isles.plan.simulate.setting import HUB_GIVES, HUB_TAKES, ON_THE_WIRE, Setting
+from isles.plan.simulate.setting import HUB_GIVES, HUB_TAKES, ON_THE_WIRE, SimulationSettings
 
 
 class Core:
@@ -29,7 +29,7 @@ class Core:
     def __init__(
         self,
         fleet: FleetConfig,
-        setting: Setting,
+        setting: SimulationSettings,
         *,
         seed: int,
         marks: Sequence[int],
@@ -53,7 +53,7 @@ class Core:
         self.incidents = [each for each in fleet.incidents if each.round is not None]
         """Incidents that start at the end of a round and have not started yet."""
         self.has_somebody_left = False
-        """Whether a member has ended or left since the last check for the end of the run."""
+        """True if a member has ended or left since the last check for the end of the run."""
         self._events: list[tuple[float, int, str, tuple[Any, ...]]] = []
         self._numbers = itertools.count()
         self._line_ends = {self.line_in: math.inf, self.line_out: math.inf}
@@ -195,7 +195,7 @@ class Core:
         group.add("others", others_s * member.count)
         group.add("transfer", (waited_s - others_s) * member.count)
 
-    def _share_machine(self, machine: Machine) -> None:
+    def _share_machine(self, machine: SharedMachine) -> None:
         active = [m for m in machine.members if m.state == "compute"]
         ranks = sum(m.group.config.ranks * m.count for m in active)
         share = min(1.0, machine.cores / ranks) if ranks else 1.0

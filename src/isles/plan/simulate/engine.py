@@ -12,13 +12,13 @@ from isles.plan.simulate.absence import Absence
 from isles.plan.simulate.core import Core
 from isles.plan.simulate.exchange import Exchange
 from isles.plan.simulate.fleet import FleetConfig, GroupConfig, IncidentConfig
-from isles.plan.simulate.member import GroupState, Machine, Member
+from isles.plan.simulate.member import GroupState, Member, SharedMachine
 from isles.plan.simulate.result import Result, make_result
 from isles.plan.simulate.setting import (
     CHUNK_BYTES,
     CHUNKS_AT_ONCE,
     RECONNECT_S,
-    Setting,
+    SimulationSettings,
     auto_sync_every,
 )
 
@@ -33,7 +33,7 @@ _AT_WORK = {"compute", "outer", "wait"}
 
 def simulate(
     fleet: FleetConfig,
-    setting: Setting,
+    setting: SimulationSettings,
     *,
     hours: float | None = None,
     seed: int = 0,
@@ -53,10 +53,10 @@ def simulate(
     if is_batched is None:
         is_batched = fleet.num_clusters > MOST_SINGLE
     core = Core(fleet, settled(fleet, setting), seed=seed, marks=marks, is_batched=is_batched)
-    return Engine(core).run(math.inf if hours is None else 3600.0 * hours, rounds)
+    return Simulation(core).run(math.inf if hours is None else 3600.0 * hours, rounds)
 
 
-def settled(fleet: FleetConfig, setting: Setting) -> Setting:
+def settled(fleet: FleetConfig, setting: SimulationSettings) -> SimulationSettings:
     """The setting with `sync_every: auto` replaced by a number."""
     if setting.sync_every:
         return setting
@@ -74,7 +74,7 @@ def settled(fleet: FleetConfig, setting: Setting) -> Setting:
     return setting.with_outer(sync_every=every)
 
 
-def step_seconds(config: GroupConfig, setting: Setting) -> float:
+def step_seconds(config: GroupConfig, setting: SimulationSettings) -> float:
     """Seconds of an inner step."""
     if config.step is not None:
         return config.step
@@ -82,7 +82,7 @@ def step_seconds(config: GroupConfig, setting: Setting) -> float:
     return setting.tokens_per_step / config.tokens_per_s
 
 
-def link_rate(rate: float, config: GroupConfig, setting: Setting) -> float:
+def link_rate(rate: float, config: GroupConfig, setting: SimulationSettings) -> float:
     """Bytes/s of one direction of a cluster's link.
 
     Four chunks of one MiB travel in parallel, and each is acknowledged before the next chunk of
@@ -93,7 +93,7 @@ def link_rate(rate: float, config: GroupConfig, setting: Setting) -> float:
     return min(rate, CHUNKS_AT_ONCE * CHUNK_BYTES / (trip_s + CHUNK_BYTES / rate))
 
 
-class Engine:
+class Simulation:
     """One simulated run."""
 
     def __init__(self, core: Core) -> None:
@@ -101,7 +101,7 @@ class Engine:
         self._exchange = exchange = Exchange(core)
         self._absence = absence = Absence(core, exchange)
         self._groups: list[GroupState] = []
-        self._machines = {name: Machine(cores) for name, cores in core.fleet.machines.items()}
+        self._machines = {name: SharedMachine(cores) for name, cores in core.fleet.machines.items()}
         core.calls |= {
             # Events of a cluster.
             "begin": self._begin,

@@ -12,7 +12,7 @@ import math
 from functools import partial
 
 from isles.plan.simulate.core import Core
-from isles.plan.simulate.member import Made, Member, Sent
+from isles.plan.simulate.member import Member, PastContribution, Sent
 from isles.plan.simulate.setting import AHEAD, HEARTBEAT_S, LAST_WAIT_S, OPEN_STEPS
 
 
@@ -75,7 +75,7 @@ class Exchange:
             return False
         closing = member.closing_at
         if closing is not None and closing[0] == outer_step and steps >= closing[1]:
-            return member.has_learnt()
+            return member.has_learned()
         is_time = steps + member.skip >= setting.step_of(outer_step)
         return is_time and steps - member.contributed_at >= setting.interval(outer_step)
 
@@ -134,7 +134,7 @@ class Exchange:
         fragment = outer_step % setting.num_fragments
         steps, delay = member.steps, 0 if member.finishing else setting.delay
         member.sent[outer_step] = Sent(steps, steps - member.base[fragment], now)
-        member.made.append(Made(outer_step, steps))
+        member.made.append(PastContribution(outer_step, steps))
         member.base[fragment] = float(steps)
         member.contributed_at = steps
         member.closing_at = None
@@ -179,7 +179,7 @@ class Exchange:
         self._core.later(member, self._core.now + wait_s, "complete", outer_step)
 
     def is_reached(self, member: Member) -> bool:
-        """Whether a member and the hub are connected."""
+        """True if a member and the hub are connected."""
         return member.is_connected and not self._hub.is_away
 
     def complete(self, member: Member, outer_step: int) -> None:
@@ -421,7 +421,7 @@ class Exchange:
             core.later(member, core.now + LAST_WAIT_S, "deadline")
             self.fetch(member)
             return
-        if not member.has_learnt():
+        if not member.has_learned():
             self._end(member)
             return
         self._spend(member, self._contribute(member, member.next_outer_step))

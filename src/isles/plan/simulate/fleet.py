@@ -18,7 +18,7 @@ from isles.config.sections.cluster import PbsLauncherConfig, SlurmLauncherConfig
 from isles.config.yaml import dotted, read_text, scan_yaml
 from isles.errors import ConfigErrors
 from isles.facts.gpus import find_gpu
-from isles.plan.simulate.setting import Setting
+from isles.plan.simulate.setting import SimulationSettings
 
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(bit|B)(?:/s)?")
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kMBT]?)")
@@ -259,7 +259,7 @@ class Planned:
 
 
 def fleet_of(
-    loaded: Loaded, setting: Setting, planned: Mapping[str, Planned] | None = None
+    loaded: Loaded, setting: SimulationSettings, planned: Mapping[str, Planned] | None = None
 ) -> tuple[FleetConfig, list[str]]:
     """The clusters of a run file as a fleet, and the assumptions about them.
 

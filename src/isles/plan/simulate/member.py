@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from isles.plan.simulate.fleet import GroupConfig
 from isles.plan.simulate.line import Flow
-from isles.plan.simulate.setting import Costs, Setting
+from isles.plan.simulate.setting import Costs, SimulationSettings
 
 State = Literal["compute", "outer", "wait", "down", "joining", "queue", "away", "done"]
 """compute: inner steps. outer: work of the outer step that inner steps wait for. wait: for an
@@ -22,7 +22,7 @@ average. down: failed, disconnected or frozen. joining: fetches the state or mis
 queue: a job that waits. away: absent or not yet present. done: at the end of the run."""
 
 Cause = Literal["compute", "outer", "others", "transfer", "down", "joining", "queue", "away"]
-"""As `State`, but a wait is either for other clusters that compute, or for links and hub."""
+"""A `State`, except that a wait is either for other clusters that compute, or for links and hub."""
 
 _SPANS = 4000
 
@@ -45,7 +45,7 @@ class Sent:
 
 
 @dataclass(slots=True)
-class Made:
+class PastContribution:
     """A past contribution. A restart uses it to find the training that is already averaged."""
 
     outer_step: int
@@ -54,7 +54,7 @@ class Made:
 
 
 @dataclass(slots=True)
-class Machine:
+class SharedMachine:
     """A machine whose cores several clusters share."""
 
     cores: int
@@ -99,7 +99,7 @@ class Member:
 
     def __init__(self, group: GroupState, count: int, num_fragments: int) -> None:
         self.group, self.count = group, count
-        self.machine: Machine | None = None
+        self.machine: SharedMachine | None = None
         self.state: State = "away"
         self.since = 0.0
         self.pos, self.at, self.rate = 0.0, 0.0, 1.0 / group.step_s
@@ -108,7 +108,7 @@ class Member:
         self.version = self.delivered = 0
         """Averages that are applied, and averages that are downloaded."""
         self.sent: dict[int, Sent] = {}
-        self.made: deque[Made] = deque(maxlen=4 * num_fragments + 16)
+        self.made: deque[PastContribution] = deque(maxlen=4 * num_fragments + 16)
         self.applied_at: deque[tuple[int, int]] = deque(maxlen=4 * num_fragments + 16)
         """Outer steps, and the inner step after which each was applied."""
         self.base = [0.0] * num_fragments
@@ -161,8 +161,8 @@ class Member:
             found += 1
         return found
 
-    def has_learnt(self) -> bool:
-        """Whether it has inner steps that are in no contribution."""
+    def has_learned(self) -> bool:
+        """True if it has inner steps that are in no contribution."""
         return any(base < self.steps for base in self.base)
 
     def copy_of_one(self) -> Member:
@@ -176,7 +176,7 @@ class Member:
         one.made = deque(map(replace, self.made), maxlen=self.made.maxlen)
         return one
 
-    def checkpoint(self, setting: Setting, now: float) -> int:
+    def checkpoint(self, setting: SimulationSettings, now: float) -> int:
         """Inner steps in the newest checkpoint."""
         steps = self.steps
         ages = [steps]

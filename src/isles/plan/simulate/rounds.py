@@ -6,11 +6,11 @@ import heapq
 from dataclasses import dataclass, field
 
 from isles.plan.simulate.member import Member
-from isles.plan.simulate.setting import KEPT_AVERAGES, NUMBER_THREADS, Setting
+from isles.plan.simulate.setting import KEPT_AVERAGES, NUMBER_THREADS, SimulationSettings
 
 
 @dataclass(slots=True)
-class Part:
+class RoundPart:
     """Contribution of equal clusters to a round: their number, and the inner steps of each."""
 
     count: int
@@ -27,7 +27,7 @@ class Round:
         quorum_at: time when there were enough contributions for `quorum`.
     """
 
-    parts: dict[Member, Part] = field(default_factory=dict)
+    parts: dict[Member, RoundPart] = field(default_factory=dict)
     first_at: float | None = None
     first_begun: float = 0.0
     last_begun: float = 0.0
@@ -75,7 +75,7 @@ class Threads:
 class Hub:
     """Rounds by outer step, and the rule that closes them; see `isles.outer.hub.rounds`."""
 
-    def __init__(self, setting: Setting, hubs: int) -> None:
+    def __init__(self, setting: SimulationSettings, hubs: int) -> None:
         self._setting = setting
         self.next = 0
         """The next outer step to commit."""
@@ -118,7 +118,7 @@ class Hub:
         return not (member.is_behind or member.is_finished) and member.from_round <= self.next
 
     def waits(self) -> bool:
-        """Whether the next round waits for a member whose contribution is missing."""
+        """True if the next round waits for a member whose contribution is missing."""
         parts = self.round(self.next).parts
         known = self._missing  # a member that was missing before is usually still missing
         if known and known in self.living and known not in parts and self.is_expected(known):
@@ -140,7 +140,7 @@ class Hub:
         return None
 
     def is_time(self, now: float) -> bool:
-        """Whether it is time to close the next round."""
+        """True if it is time to close the next round."""
         current = self.rounds.get(self.next)
         if current is None or current.is_closed or not current.parts or self.is_away:
             return False
@@ -160,7 +160,7 @@ class Hub:
         current = self.round(outer_step)
         if outer_step < self.next or current.is_closed:
             return False
-        current.parts[member] = Part(member.count, inner)
+        current.parts[member] = RoundPart(member.count, inner)
         if current.first_at is None:
             current.first_at, current.first_begun = at, begun
         current.first_begun = min(current.first_begun, begun)
@@ -176,14 +176,14 @@ class Hub:
         for current in self.rounds.values():
             if (part := current.parts.get(member)) is not None:
                 part.count -= 1
-                current.parts[one] = Part(1, part.inner)
+                current.parts[one] = RoundPart(1, part.inner)
 
     def merge(self, member: Member, into: Member) -> None:
         """Merge a member into another member."""
         self.living.pop(member, None)
         for current in self.rounds.values():
             if (part := current.parts.pop(member, None)) is not None:
-                whole = current.parts.setdefault(into, Part(0, part.inner))
+                whole = current.parts.setdefault(into, RoundPart(0, part.inner))
                 count = whole.count + part.count
                 whole.inner = (whole.inner * whole.count + part.inner * part.count) / count
                 whole.count = count

@@ -15,7 +15,7 @@ from isles.config.sections.outer import CodecConfig, CodecName
 from isles.plan.simulate.capacity import without_chance, without_end
 from isles.plan.simulate.engine import settled, simulate
 from isles.plan.simulate.fleet import FleetConfig
-from isles.plan.simulate.setting import Setting
+from isles.plan.simulate.setting import SimulationSettings
 
 CLOSE = 0.01
 """Settings whose goodput differs by less count as equal."""
@@ -44,7 +44,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """Result of a search: trials by key, and the best settings together."""
 
     now: float
@@ -53,18 +53,18 @@ class Found:
     goodput: float
 
 
-def search(fleet: FleetConfig, setting: Setting) -> Found:
+def search(fleet: FleetConfig, setting: SimulationSettings) -> SearchResult:
     """Try other values of `sync_every`, `fragments`, `delay` and `codec`, each alone, then all."""
     fleet, setting = without_chance(fleet), without_end(settled(fleet, setting))
     setting = replace(setting, deadline_s=_NEVER_S)
 
-    def goodput(tried: Setting) -> float:
+    def goodput(tried: SimulationSettings) -> float:
         rounds = max(_ROUNDS, 2 * tried.num_fragments)
         return simulate(fleet, tried, rounds=rounds, is_batched=True).goodput
 
     now = goodput(setting)
     most = setting.num_fragments if setting.num_fragments > max(_FRAGMENTS) else max(_FRAGMENTS)
-    tables: list[tuple[str, list[tuple[str, Setting]]]] = [
+    tables: list[tuple[str, list[tuple[str, SimulationSettings]]]] = [
         ("sync_every", [(str(n), _fit(setting, sync_every=n)) for n in _EVERY]),
         (
             "fragments",
@@ -80,24 +80,26 @@ def search(fleet: FleetConfig, setting: Setting) -> Found:
         first = next(value for value, found in tried if found >= best - CLOSE)
         trials += [Trial(key, value, found, value == first) for value, found in tried]
     together, found = _together(setting, goodput)
-    return Found(now, tuple(trials), together, found)
+    return SearchResult(now, tuple(trials), together, found)
 
 
 def _fit(
-    setting: Setting, *, sync_every: int | None = None, num_fragments: int | None = None
-) -> Setting:
+    setting: SimulationSettings, *, sync_every: int | None = None, num_fragments: int | None = None
+) -> SimulationSettings:
     # A delay must end before the next outer step.
     tried = setting.with_outer(sync_every=sync_every, num_fragments=num_fragments)
     apart = tried.sync_every / tried.num_fragments
     return tried if tried.delay < apart else tried.with_outer(delay=max(0, -(-int(apart) // 2) - 1))
 
 
-def _delays(setting: Setting) -> Iterable[int]:
+def _delays(setting: SimulationSettings) -> Iterable[int]:
     apart = setting.sync_every / setting.num_fragments
     return [delay for delay in _DELAYS if delay < apart]
 
 
-def _together(setting: Setting, goodput: Callable[[Setting], float]) -> tuple[str, float]:
+def _together(
+    setting: SimulationSettings, goodput: Callable[[SimulationSettings], float]
+) -> tuple[str, float]:
     # The shortest round with about the goodput of the longest; int8, as its loss is negligible.
     coded = setting.with_outer(codec=CodecConfig(kind="int8"))
     longest = coded.with_outer(sync_every=_EVERY[-1], num_fragments=4, delay=50)
@@ -109,7 +111,7 @@ def _together(setting: Setting, goodput: Callable[[Setting], float]) -> tuple[st
 
             def tried(
                 every: int, fragments: int = fragments, part: int = part
-            ) -> tuple[Setting, int]:
+            ) -> tuple[SimulationSettings, int]:
                 delay = every // fragments // part if part else 0
                 own = coded.with_outer(sync_every=every, num_fragments=fragments, delay=delay)
                 return own, delay

@@ -19,7 +19,7 @@ from isles.plan.simulate.sizes import (
     fragment_numbers,
     llama_sizes,
 )
-from isles.run.env import hub_cache
+from isles.run.env import huggingface_cache
 
 # Constants of `isles.outer`, by the file that has them.
 OPEN_STEPS = 8  # trainer/sync.py: limit of outer steps ahead with contributions
@@ -81,7 +81,7 @@ CODEC_COSTS: dict[CodecName, Costs] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class SimulationSettings:
     """Settings of a run that its outer steps depend on.
 
     Args:
@@ -155,7 +155,7 @@ class Setting:
         num_fragments: int | None = None,
         delay: int | None = None,
         codec: CodecConfig | None = None,
-    ) -> Setting:
+    ) -> SimulationSettings:
         """The same run with other outer steps. A new number of fragments splits it evenly."""
         changes: dict[str, Any] = {}
         if sync_every is not None:
@@ -169,7 +169,7 @@ class Setting:
         return replace(self, **changes)
 
 
-def setting_of(loaded: Loaded, *, parameters: int | None = None) -> Setting:
+def setting_of(loaded: Loaded, *, parameters: int | None = None) -> SimulationSettings:
     """Settings of a run file.
 
     Args:
@@ -193,7 +193,7 @@ def setting_of(loaded: Loaded, *, parameters: int | None = None) -> Setting:
             fix="use fewer fragments than the model has blocks",
         )
     training, every = config.training, outer.sync_every
-    return Setting(
+    return SimulationSettings(
         name=config.name,
         fragments=tuple(fragments),
         tokens_per_step=training.global_batch_size * config.data.seq_length,
@@ -230,7 +230,7 @@ def _fragments(loaded: Loaded, num: int, parameters: int | None) -> list[int]:
     # evenly.
     config = loaded.config
     if parameters is None:
-        shape = find_shape(config.model, hub_cache())
+        shape = find_shape(config.model, huggingface_cache())
         if shape is None:
             raise ConfigError(
                 f"the size of {config.model.name_or_path} is unknown: it is not a shape of isles, "

@@ -21,8 +21,8 @@ from isles.plan.simulate.capacity import Capacity, capacity
 from isles.plan.simulate.engine import settled, simulate
 from isles.plan.simulate.fleet import FleetConfig, Planned, fleet_of, load_fleet
 from isles.plan.simulate.result import Result, Span
-from isles.plan.simulate.search import Found, search
-from isles.plan.simulate.setting import Setting, setting_of
+from isles.plan.simulate.search import SearchResult, search
+from isles.plan.simulate.setting import SimulationSettings, setting_of
 
 DAY_H = 24.0
 """Simulated hours, if neither --hours nor max_steps is set."""
@@ -140,10 +140,10 @@ def _draw(result: Result, path: Path) -> None:
 
 def report(
     fleet: FleetConfig,
-    setting: Setting,
+    setting: SimulationSettings,
     result: Result,
     limits: Capacity,
-    found: Found | None,
+    found: SearchResult | None,
     notes: Sequence[str],
 ) -> str:
     """The whole text of `isles plan --simulate`."""
@@ -162,7 +162,7 @@ def report(
     return "\n".join(parts)
 
 
-def _head(setting: Setting, result: Result) -> list[str]:
+def _head(setting: SimulationSettings, result: Result) -> list[str]:
     days = result.seconds / 86400
     time = f"{days:.2g} days" if days >= 1 else format_duration(result.seconds)
     num = result.num_clusters
@@ -216,7 +216,9 @@ def _groups(result: Result) -> Table:
     return table
 
 
-def _hub(fleet: FleetConfig, setting: Setting, result: Result, limits: Capacity) -> list[str]:
+def _hub(
+    fleet: FleetConfig, setting: SimulationSettings, result: Result, limits: Capacity
+) -> list[str]:
     num = result.num_clusters
     lines = [
         f"hub: downlink busy {result.hub_in_busy:.0%}, uplink {result.hub_out_busy:.0%} of the "
@@ -290,7 +292,7 @@ def _row(spans: Iterable[Span], begin: float, end: float) -> str:
     return "".join(SIGNS[max(c, key=lambda state: c[state])] if c else " " for c in columns)
 
 
-def _found(found: Found) -> list[str]:
+def _found(found: SearchResult) -> list[str]:
     lines = [
         f"goodput with other settings, without failures and with rounds up to sync_every (now: "
         f"{found.now:.1%}); * marks the setting that learns best among the fastest:"

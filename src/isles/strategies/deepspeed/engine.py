@@ -94,6 +94,7 @@ class DeepSpeedEngine(Engine):
         loss_sum = self._loss_sum(self._engine, batch)
         if self._scaler is not None:
             self._guard.watch(loss_sum)
+            # isles updates the scale itself: see `_take_scaler`.
             self._zero.override_loss_scale(self._scaler.cur_scale)
         # DeepSpeed averages over ranks, but we need the global sum over global tokens. After a
         # value
@@ -288,6 +289,7 @@ def _cut_model(
     optimizer.state.clear()
     taken: dict[int, nn.Parameter] = {}
     for module, key, index in places:
+        # Tied weights are in several modules, but are converted once.
         if index not in taken:
             taken[index] = _whole(module._parameters[key], world.device, dtype)
             init._convert_to_zero_parameters([taken[index]])

@@ -40,7 +40,7 @@ class ZeroState:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank saves the values that belong to no parameter."""
+        """True if this rank saves the values that belong to no parameter."""
         return self._rank == 0
 
     def parts(self) -> list[nn.Parameter]:

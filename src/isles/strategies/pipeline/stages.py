@@ -234,7 +234,7 @@ class Pipeline:
 
     @property
     def has_last(self) -> bool:
-        """Whether this rank holds the last stage, which computes the loss."""
+        """True if this rank holds the last stage, which computes the loss."""
         return self.num_stages - 1 in self._modules
 
     def count(self, given: int) -> int:
@@ -271,6 +271,7 @@ class Pipeline:
         inputs = (input_ids,) if 0 in self._modules else ()
         options: dict[str, Any] = {} if positions is None else {"position_ids": positions}
         target = targets if self.has_last else None
+        # Returned outputs would keep the logits of all micro-batches in memory.
         schedule.step(*inputs, target=target, return_outputs=False, **options)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor | None:
@@ -318,6 +319,7 @@ class Pipeline:
         return self._order(stages, count)
 
     def _order(self, stages: Sequence[Any], count: int) -> _PipelineSchedule:
+        # The loss is already divided by the tokens of the step, not by micro-batches.
         options: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
         match self._name:
             case "1f1b" if count >= self._pp_size:

@@ -4,7 +4,7 @@
 (() => {
   const {
     $, NONE, known, or, whole, percent, loss, count, size, rate, gib, short, span, ago, date,
-    make, write, attribute, text, meter, state, Table, colour, chart,
+    make, write, attribute, text, meter, state, Table, color, chart,
   } = view;
 
   const STATE_TONES = {
@@ -64,7 +64,7 @@
       { head: "Run", width: WIDE, sort: (row) => row.name, cell: (cell) => {
         const swatch = make(cell, "span", "swatch");
         const set = text((row) => row.name)(cell);
-        return (row) => { swatch.style.setProperty("--c", colour(row.key)); set(row); };
+        return (row) => { swatch.style.setProperty("--c", color(row.key)); set(row); };
       } },
       plain("State", 100, (row) => row.state),
       number("Step", 80, (row) => row.step, whole),
@@ -275,7 +275,7 @@
   function theme(name) {
     document.documentElement.dataset.theme = name;
     write($("theme"), name === "dark" ? "Light" : "Dark");
-    attribute($("theme"), "aria-label", `Show ${name === "dark" ? "light" : "dark"} colours`);
+    attribute($("theme"), "aria-label", `Show ${name === "dark" ? "light" : "dark"} colors`);
   }
   theme(dark.matches ? "dark" : "light");
   dark.addEventListener("change", () => theme(dark.matches ? "dark" : "light"));

@@ -73,7 +73,7 @@ const view = (() => {
       if (now !== last) node.data = last = now;
     };
   };
-  /** A bar of parts, [share, colour] each, behind it a text. One gradient, so nothing is laid out
+  /** A bar of parts, [share, color] each, behind it a text. One gradient, so nothing is laid out
    *  anew; it costs more than all texts of a row, and is left out where the row is not in sight. */
   const meter = (get, name, label) => (cell) => {
     const bar = make(cell, "span", `meter ${name}`);
@@ -87,16 +87,16 @@ const view = (() => {
       if (is_away) return;
       if (bar.hidden !== !parts.length) bar.hidden = !parts.length;
       let from = 0;
-      const stops = parts.map(([share, colour]) => {
+      const stops = parts.map(([share, color]) => {
         const start = from;
         from = Math.min(1, from + share);
-        return `${colour} ${(100 * start).toFixed(1)}% ${(100 * from).toFixed(1)}%`;
+        return `${color} ${(100 * start).toFixed(1)}% ${(100 * from).toFixed(1)}%`;
       });
       const now = [...stops, `transparent ${(100 * from).toFixed(1)}%`].join();
       if (now !== last) bar.style.backgroundImage = `linear-gradient(90deg, ${(last = now)})`;
     };
   };
-  /** What it is marked with, in a colour and in words; else what it does. */
+  /** What it is marked with, in a color and in words; else what it does. */
   const state = (otherwise) => (cell) => {
     const pill = make(cell, "span", "pill");
     cell.append(" ");
@@ -270,7 +270,7 @@ const view = (() => {
 
   // ---- The curve.
 
-  const colour = (key) => `var(--run-${Number(key) % 6})`;
+  const color = (key) => `var(--run-${Number(key) % 6})`;
   const chart = {
     series: [], axis: "step", log: false, at: null,
 
@@ -321,7 +321,7 @@ const view = (() => {
         add("text", { x: place, y: height - 4, "text-anchor": place > right - 24 ? "end" : "middle" }, this.words(value));
       }
       for (const { key, curve } of [...this.series].reverse()) {
-        const stroke = colour(key);
+        const stroke = color(key);
         const line = curve.filter((point) => known(this.value(point)));
         const path = line.map((point) => `${this.x(point).toFixed(1)} ${y(this.value(point)).toFixed(1)}`).join("L");
         const drawn = add("path", { class: "line", d: `M${path}` });
@@ -399,6 +399,6 @@ const view = (() => {
 
   return {
     $, NONE, known, or, whole, percent, loss, count, size, rate, gib, short, span, ago, date,
-    make, write, attribute, text, meter, state, Table, colour, chart,
+    make, write, attribute, text, meter, state, Table, color, chart,
   };
 })();

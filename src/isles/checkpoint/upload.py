@@ -41,20 +41,25 @@ def check_push(repo: str, *, where: str = "", timeout_s: float = _ASK_S) -> None
             "HF_HUB_OFFLINE is set, so nothing can be uploaded",
             where=where,
             fix=f"unset it, {later}",
-            id="hub.upload",
+            id="huggingface.upload",
         )
     if get_token() is None:
         raise UserError(
-            "no Hugging Face token found", where=where, fix=f"{_LOGIN}; {later}", id="hub.upload"
+            "no Hugging Face token found",
+            where=where,
+            fix=f"{_LOGIN}; {later}",
+            id="huggingface.upload",
         )
     api = HfApi()
     try:
         who = within(timeout_s, api.whoami, f"{constants.ENDPOINT} to say whose the token is")
     except Exception as error:
         what = f"Hugging Face refuses the token: {_text(error)}"
-        raise UserError(what, where=where, fix=f"{_LOGIN}; {later}", id="hub.upload") from None
+        raise UserError(
+            what, where=where, fix=f"{_LOGIN}; {later}", id="huggingface.upload"
+        ) from None
     if (refusal := _refusal(repo, who)) is not None:
-        raise UserError(refusal, where=where, fix=f"{_LOGIN}; {later}", id="hub.upload")
+        raise UserError(refusal, where=where, fix=f"{_LOGIN}; {later}", id="huggingface.upload")
 
 
 def push(folder: Path, repo: str, *, message: str) -> str:
@@ -71,7 +76,9 @@ def push(folder: Path, repo: str, *, message: str) -> str:
 
     where = f"{repo} on {constants.ENDPOINT}"
     if constants.HF_HUB_OFFLINE:
-        raise UserError("HF_HUB_OFFLINE is set", where=where, fix="unset it", id="hub.upload")
+        raise UserError(
+            "HF_HUB_OFFLINE is set", where=where, fix="unset it", id="huggingface.upload"
+        )
     disable_progress_bars()
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     api = HfApi()
@@ -99,7 +106,7 @@ def push(folder: Path, repo: str, *, message: str) -> str:
             f"the upload failed: {_text(error)}",
             where=where,
             fix=f"retry, or {_LOGIN}",
-            id="hub.upload",
+            id="huggingface.upload",
         ) from None
     log.info("uploaded folder=%s repository=%s bytes=%d", folder, repo, size)
     return str(url)
