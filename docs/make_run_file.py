@@ -35,7 +35,7 @@ OWN_TYPES = {
     "duration": "time",
     "range": "`MIN:MAX`",
     "login": "`USER@HOST`",
-    "hub-id": "`OWNER/NAME`",
+    "huggingface-id": "`OWNER/NAME`",
     "rate": "rate",
     "address": "`HOST:PORT`",
     "bucket": "URL",
