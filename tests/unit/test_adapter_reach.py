@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from isles.config.sections.model import AdapterConfig, ModelConfig
 from isles.data.mix import build_datasets
 from isles.data.stream import segments
+from isles.errors import UserError
 from isles.models.adapter import import_peft
 from isles.models.build import build_empty_model
 from isles.train.reach import adapter_notes
 from tests.data import quiet, write_rows
-from tests.run_files import load
+from tests.run_files import faults, load
 from tests.small_models import small_model
 from tests.unit.test_models import make_base
 
@@ -131,6 +134,51 @@ def test_experts_that_get_no_adapter_are_named(kind, tokenizer, tmp_path):
     sizes = {n: p.numel() for n, p in small_model(kind).named_parameters()}
     share = sum(size for n, size in sizes.items() if "experts." in n) / sum(sizes.values())
     assert f"{share:.0%}" in text
+
+
+GIVEN = {
+    "r": 8,
+    "alpha": 8,
+    "target_modules": ["q_proj"],
+    "modules_to_save": ["lm_head"],
+    "use_dora": True,
+}
+
+
+@pytest.mark.parametrize("given", [{}, GIVEN], ids=["type alone", "with keys of an adapter"])
+def test_the_fix_that_trains_every_weight_works(given, tokenizer, tmp_path):
+    """Of each message that names `adapter.type: none`. Keys of an adapter are deleted, as the next
+    message says, which lists them all at once."""
+    make_base(tmp_path / "base", "mixtral", pad_token_id=None)
+    (experts,) = notes(tmp_path, tokenizer)
+    shutil.rmtree(tmp_path / "base")
+    make_base(tmp_path / "base", tie_word_embeddings=True, pad_token_id=None)
+    set_rows(tmp_path, "zero", "model.embed_tokens.weight")
+    (unknown,) = notes(tmp_path, tokenizer)
+    with pytest.raises(UserError, match="share their weights") as caught:
+        notes(tmp_path, tokenizer, "adapter.modules_to_save=[lm_head]")
+    scratch = faults(tmp_path, RUN.replace("./base", "llama-2m, init: scratch"))
+    (frozen,) = [issue for issue in scratch if "adapter.type" in issue.fix]
+    for fix in (experts, unknown, caught.value.fix, frozen.fix):
+        ((key, value),) = re.findall(r"(adapter\.type): (\w+)", fix)
+        content = yaml.safe_load(RUN)
+        content["checkpoint"] = {"merge_adapter": bool(given)}
+        content["adapter"] |= {**given, key.partition(".")[2]: value}
+        if given:
+            issues = faults(tmp_path, yaml.safe_dump(content))
+            assert len(issues) == len(given) + 1
+            for issue in issues:
+                assert issue.fix.startswith("delete it"), issue
+                section, _, name = issue.where.split()[1].partition(".")
+                del content[section][name]
+        config = load(tmp_path, yaml.safe_dump(content)).config
+        model = build_empty_model(
+            ModelConfig(name_or_path=str(tmp_path / "base")),
+            dtype=torch.float32,
+            vocab_size=None,
+            adapter=config.adapter,
+        )
+        assert all(p.requires_grad for p in model.parameters())
 
 
 def test_other_models_get_an_adapter_everywhere(tokenizer, tmp_path):

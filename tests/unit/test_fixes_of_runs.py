@@ -7,22 +7,35 @@ import os
 import re
 import shlex
 import subprocess
+import sys
+from dataclasses import replace
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+import isles
+from isles.check.checks.network import bucket_finding, dial_bucket
 from isles.cli import main
 from isles.config.files import data_issues
 from isles.config.interop.deepspeed import deepspeed_file_issues
 from isles.config.load import load_run_file
 from isles.config.rules.shape import check_shape
+from isles.config.sections.cluster import ClusterConfig
 from isles.dist.world import _device as device_of
 from isles.errors import ExitCode, PreflightError, UserError
 from isles.launch.base import StartOptions
 from isles.launch.queue.submit import start_in_queue
+from isles.launch.remote.setup import setup
+from isles.launch.ssh.channel import open_channel
+from isles.launch.ssh.environment import python_of, setting_lines
+from isles.launch.ssh.shell import Shell, environment_failure
 from isles.launch.verbs import train_command
 from isles.monitor.outcome import finished_lines
 from isles.monitor.status import next_start
@@ -30,8 +43,11 @@ from isles.run.begin import new_attempt, write_launch
 from isles.run.paths import RunDir
 from isles.run.process import ProcessId
 from isles.run.records import clear_errors, write_record
+from isles.train.verbs import exported_lines
+from tests.buckets import bucket
+from tests.deadline import DEADLINE_S
 from tests.each import each
-from tests.programs import write_program
+from tests.programs import write_program, write_ssh
 from tests.run_files import load
 from tests.small_models import small_model
 from tests.unit.test_begin import add_checkpoint, begin
@@ -192,6 +208,179 @@ def test_a_script_is_copied_by_the_key_of_the_fix(tmp_path, monkeypatch):
     (key,) = re.findall(r"clusters\.0\.\w+", issue.fix)
     (tmp_path / "train_mlp.py").touch()
     assert data_issues(load(tmp_path, text, ssh, f"{key}={{paths: [.]}}")) == []
+
+
+@each(*ODD)
+def test_an_export_elsewhere_comes_by_the_printed_command(folder, *, tmp_path, monkeypatch):
+    (there := tmp_path / folder / "my-model").mkdir(parents=True)
+    (there / "config.json").touch()
+    copies = '[ "$1" = -r ] && [ "${2%%:*}" = me@a1 ] && exec cp -r "${2#*:}" "$3"'
+    scp = write_program(tmp_path / "bin" / "scp", copies)
+    monkeypatch.setenv("ISLES_MACHINE", "me@a1")
+    _, line = exported_lines(9, there)
+    (run_dir := RunDir(tmp_path / folder / "tiny-1")).model.mkdir(parents=True)
+    (run_dir.model / "config.json").touch()
+    (brings,) = [line for line in finished_lines(run_dir) if "brings the model" in line]
+    (here := tmp_path / "here").mkdir()
+    for command in (line.partition(": ")[2], brings.partition("   brings")[0]):
+        env = {"PATH": f"{scp.parent}:{os.environ['PATH']}"}
+        subprocess.run(["bash", "-u", "-c", command], check=True, env=env, cwd=here)
+    assert {str(path.relative_to(here)) for path in here.rglob("*.json")} == {
+        "my-model/config.json",
+        "tiny-1/config.json",
+    }
+
+
+# Environments of hosts.
+
+
+def over_ssh(tmp_path: Path, monkeypatch: Any, **environment: Any) -> ClusterConfig:
+    """A cluster of one host, which is this machine: it has the packages that isles needs, but not
+    isles, and no package index."""
+    folder = write_ssh(tmp_path / "bin").parent
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(Path(torch.__file__).parents[1]))
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1/simple")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    launcher = {"kind": "ssh", "hosts": ["me@a1"]}
+    given = {"launcher": launcher, "workdir": str(tmp_path), "environment": environment}
+    return ClusterConfig.model_validate(given)
+
+
+def reaches(cluster: ClusterConfig) -> None:
+    """Ask the host, as `isles check` and `isles train` do."""
+    lines = setting_lines(cluster, cluster.workdir or "")
+    python = python_of(cluster.environment)
+    with open_channel(Shell("me@a1"), python=python, lines=lines) as channel:
+        channel.call("facts", timeout_s=DEADLINE_S)
+
+
+def set_up(cluster: ClusterConfig, tmp_path: Path) -> list[str]:
+    """`isles setup` of the cluster."""
+    text = (
+        "name: a\nmodel: {name_or_path: llama-2m, init: scratch}\ndata: {sources: [{type: fake}]}"
+    )
+    loaded = load(tmp_path, f"{text}\ntraining: {{max_steps: 1}}\n")
+    config = loaded.config.model_copy(update={"clusters": [cluster]})
+    lines: list[str] = []
+    assert setup(replace(loaded, config=config), check=False, print_line=lines.append), lines
+    return lines
+
+
+@pytest.mark.long
+def test_a_venv_that_is_missing_is_made_by_each_way_of_the_fix(tmp_path, monkeypatch):
+    cluster = over_ssh(tmp_path, monkeypatch, venv=str(tmp_path / "venv"))
+    with pytest.raises(PreflightError, match="activate: No such file") as caught:
+        reaches(cluster)
+    assert "`isles setup run.yaml`" in caught.value.fix and "`python3 -m venv`" in caught.value.fix
+    set_up(cluster, tmp_path)
+    reaches(cluster)
+    (key,) = re.findall(r"clusters\.0\.environment\.(\w+)", caught.value.fix)
+    other = over_ssh(tmp_path, monkeypatch, **{key: str(tmp_path / "other")})
+    venv = [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "other")]
+    subprocess.run(venv, check=True)
+    with pytest.raises(PreflightError, match="isles is not installed") as caught:
+        reaches(other)
+    assert "isles setup run.yaml" in caught.value.fix
+    monkeypatch.setenv("PYTHONPATH", str(Path(isles.__file__).parents[1]), prepend=os.pathsep)
+    reaches(other)
+
+
+@pytest.mark.long
+def test_a_host_without_a_package_index_uses_the_mirror_of_the_fix(tmp_path, monkeypatch):
+    class Index(SimpleHTTPRequestHandler):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given, directory=str(tmp_path / "index"))
+
+    files = tmp_path / "index" / "simple" / "tiny-thing"
+    files.mkdir(parents=True)
+    info = "tiny_thing-1.dist-info"
+    with ZipFile(files / "tiny_thing-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("tiny_thing.py", "")
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-thing\nVersion: 1\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    (files / "index.html").write_text("<a href='tiny_thing-1-py3-none-any.whl'>tiny_thing</a>")
+    given: dict[str, Any] = {"venv": str(tmp_path / "venv"), "packages": ["tiny-thing"]}
+    with pytest.raises(PreflightError, match="cannot reach the package index") as caught:
+        set_up(over_ssh(tmp_path, monkeypatch, **given), tmp_path)
+    ((key, name),) = re.findall(r"clusters\.0\.environment\.(\w+): {(\w+): ", str(caught.value))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Index) as server:
+        (serving := Thread(target=server.serve_forever)).start()
+        given[key] = {name: f"http://127.0.0.1:{server.server_port}/simple"}
+        set_up(over_ssh(tmp_path, monkeypatch, **given), tmp_path)
+        server.shutdown()
+        serving.join()
+    assert list((tmp_path / "venv").rglob("tiny_thing.py"))
+
+
+@each(False, True)
+def test_a_module_is_loaded_or_not_asked_for_after_the_fix(is_job, *, tmp_path):
+    def output(**given: Any) -> str:
+        section = ClusterConfig.model_validate({"environment": given})
+        lines = setting_lines(section, "/", is_login=is_job)
+        # Nothing of this machine may define the command.
+        lines = [line.replace("/etc/profile", "/dev/null") for line in lines]
+        env = {"PATH": os.environ["PATH"]}
+        done = subprocess.run(
+            ["bash", "-c", "\n".join(lines)], check=False, capture_output=True, env=env
+        )
+        return (done.stdout + done.stderr).decode()
+
+    found = environment_failure(output(modules=["cuda/12.8"]))
+    assert found is not None and "module: command not found" in found[0]
+    ((key, file),) = re.findall(r"clusters\.0\.environment\.(\w+): \[source (\S+)\]", found[1])
+    (defines := tmp_path / Path(file).name).write_text("module() { echo module $*; }\n")
+    given = {"modules": ["cuda/12.8"], key: [f"source {defines}"]}
+    assert output(**given) == "module load cuda/12.8\n"
+    (deleted,) = re.findall(r"delete clusters\.0\.environment\.(\w+)", found[1])
+    del given[deleted], given[key]
+    assert output(**given) == ""
+
+
+# A bucket of clusters.
+
+
+@pytest.mark.long
+def test_a_bucket_is_usable_after_the_fix_of_its_finding(tmp_path, monkeypatch):
+    from s3fs import S3FileSystem
+
+    def check(url: str, expected: str = "ok") -> str:
+        # Each check runs in a process of its own, which has no driver yet.
+        S3FileSystem.clear_instance_cache()
+        finding = bucket_finding("a1", url, dial_bucket(url))
+        assert finding.measured == expected or expected == finding.level == "ok", finding
+        return finding.fix
+
+    with bucket(tmp_path / "s3") as server:
+        check(server.url)
+        # Credentials, in each place that the fix names for this provider.
+        with monkeypatch.context() as patch:
+            for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+                patch.delenv(name)
+            patch.setenv("HOME", str(tmp_path))
+            fix = check(server.url, "forbidden")
+            assert "~/.aws" in fix and "AWS_PROFILE" in fix
+            keys = "aws_access_key_id = tests\naws_secret_access_key = tests\n"
+            (tmp_path / ".aws").mkdir()
+            (tmp_path / ".aws" / "credentials").write_text(f"[default]\n{keys}")
+            check(server.url)
+            (tmp_path / ".aws" / "credentials").write_text(f"[isles]\n{keys}")
+            patch.setenv("AWS_PROFILE", "isles")
+            check(server.url)
+        # A bucket that is not there.
+        fix = check("s3://another-one/runs", "missing")
+        assert fix == "create the bucket, or correct outer.url"
+        server.client.create_bucket(Bucket="another-one")
+        check("s3://another-one/runs")
+        server.have("unconditional")
+        assert "or engine hub" in check(server.url, "unconditional")
+        server.have("forbidden")
+        check(server.url, "forbidden")
+        server.have("full")
+        assert "free some space" in check(server.url, "full")
+        server.have("")
+        check(server.url)
 
 
 # Models.

@@ -78,8 +78,9 @@ def _install(asked: dict[str, Any], folder: Path) -> str:
             if any(sign in done.stderr for sign in _NO_INDEX):
                 errors.insert(
                     0,
-                    "this host cannot reach the package index. Check its network, or set a proxy "
-                    "or mirror (PIP_INDEX_URL, HTTPS_PROXY)",
+                    "this host cannot reach the package index. Check its network, or set a mirror "
+                    "or proxy with clusters.0.environment.variables: {PIP_INDEX_URL: ADDRESS} or "
+                    "{HTTPS_PROXY: ADDRESS}",
                 )
             return "\n".join(["pip failed:", *errors, f"(exit code {done.returncode})"])
     return ""

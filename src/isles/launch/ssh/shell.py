@@ -275,9 +275,8 @@ _ENVIRONMENTS = (
     ),
     (
         r"\bmodule: (command )?not found",
-        "clusters.0.environment.modules needs the command module, which this host does not have. "
-        "Delete it, or define the command first, such as clusters.0.environment.setup: [source "
-        "/etc/profile.d/modules.sh]",
+        "define the command module first, such as with clusters.0.environment.setup: [source "
+        "/etc/profile.d/modules.sh], or delete clusters.0.environment.modules",
     ),
     (
         r"Unable to locate a modulefile|module(s|\(s\))? (is|are) unknown|ModuleCmd_Load",
