@@ -20,7 +20,7 @@ import pytest
 from isles.config.endings import ending_of
 from isles.config.sections.data import SourceConfig
 from isles.data.sources import arrow as arrow_files
-from isles.data.sources import files, read
+from isles.data.sources import files, read, tables
 from isles.data.sources.find import HubStream, open_source
 from isles.data.sources.parse import make_parser
 from isles.data.sources.rows import Chat, Item, Row
@@ -476,10 +476,84 @@ def test_arrow_files_are_whole_and_no_bombs(tmp_path, monkeypatch):
     path.write_bytes(arrow(rows))
     monkeypatch.setattr(arrow_files, "MOST_BATCH_BYTES", 2**12)
     assert "unpacks to more than" in refusal(path)
-    table = pa.table({"text": pa.array(["a", "b"]).dictionary_encode()})
+    write_arrow(path, text=pa.array(["a", "b"], pa.string_view()))
+    assert "the type string_view" in refusal(path)
+
+
+def write_arrow(path: Path, **columns: Any) -> None:
+    import pyarrow as pa
+
+    table = pa.table(columns)
     with pa.ipc.new_file(str(path), table.schema) as writer:
         writer.write_table(table)
-    assert "the type dictionary" in refusal(path)
+
+
+def test_values_that_rows_of_an_arrow_file_share_are_read(tmp_path, monkeypatch):
+    import pyarrow as pa
+
+    def texts(**source: Any) -> list[Any]:
+        config = SourceConfig(path=str(path), **source)
+        chunks = read.file_chunks(path, make_parser(config), {})
+        return [row.columns for chunk in chunks for row in chunk.rows]  # type: ignore[union-attr]
+
+    path = tmp_path / "a.arrow"
+    given = ["one", "two", None, "one", "two"]
+    for kind in (pa.string(), pa.large_string()):
+        write_arrow(path, text=pa.array(given, kind).dictionary_encode())
+        assert [row["text"] for row in texts()] == given
+    # Inside of other types, as of messages; and of numbers.
+    words = pa.dictionary(pa.int8(), pa.string())
+    message = pa.struct({"role": words, "content": pa.string()})
+    talk = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    for kind in (pa.list_(message), pa.large_list(message), pa.list_(message, 2)):
+        write_arrow(path, messages=pa.array([talk] * 3, kind).slice(1))
+        assert texts(type="chat") == [{"messages": talk}] * 2
+    ids = pa.list_(pa.dictionary(pa.int8(), pa.int32()))
+    write_arrow(path, input_ids=pa.array([[7, 8], [8, 8]], ids))
+    assert texts(type="tokens") == [{"input_ids": [7, 8]}, {"input_ids": [8, 8]}]
+    # A few bytes may be many large rows. They become Python's values a few at a time.
+    monkeypatch.setattr(arrow_files, "ROW_BYTES", 2**14)
+    sizes: list[int] = []
+    rows = arrow_files.table_rows
+    monkeypatch.setattr(
+        tables, "table_rows", lambda part, *more: sizes.append(len(part)) or rows(part, *more)
+    )
+    write_arrow(path, text=pa.array(["a" * 1000, "b" * 2000] * 99).dictionary_encode())
+    assert [len(row["text"]) for row in texts()] == [1000, 2000] * 99
+    assert sum(sizes) == 198 and max(sizes) <= 3
+    write_arrow(path, text=pa.array(["a", "b" * 2**14]).dictionary_encode())
+    assert "row 1" in refusal(path) and "a row of more than" in refusal(path)
+    # Indices that are wrong are no values of other memory.
+    wrong = pa.DictionaryArray.from_arrays(pa.array([0, 5]), pa.array(["a"]), safe=False)
+    write_arrow(path, text=wrong)
+    assert "damaged" in refusal(path)
+
+
+def test_a_row_with_a_field_twice_is_refused_and_named(tmp_path):
+    """json keeps the last of two, and the other would be lost without a word."""
+    twice = '{"messages": [{"role": "user", "content": "Why?", "content": "So?"}]}'
+    good = json.dumps(ROWS["chat"][0])
+    beside = '{"text": "a", "text": "b"}'
+    for name, content, where in (
+        ("a.jsonl", f"{good}\n{twice}\n", ":2"),
+        ("a.json", f"[{good},\n{twice}, {good}]", " row 2"),
+        ("b.json", f"[{'{'}{' ' * 2**21}{twice[1:]}, {good}]", " row 1"),
+    ):
+        (path := tmp_path / name).write_text(content)
+        with pytest.raises(DataError) as caught:
+            items(path, "chat")
+        assert caught.value.where == f"{path}{where}"
+        assert caught.value.what == "a JSON object has two fields 'content'"
+        # The rows beside it are read.
+        chunks = read.file_chunks(path, make_parser(SourceConfig(type="chat")), {})
+        rows = [row for chunk in chunks for row in chunk.rows]
+        assert [isinstance(row, Row) for row in rows].count(True) == content.count(good)
+    (path := tmp_path / "c.jsonl").write_text(f"{beside}\n")
+    assert "two fields 'text'" in refusal(path)
+    # JSON in a cell, as CSV has it.
+    told = [{"messages": '[{"role": "user", "role": "assistant", "content": "a"}]'}]
+    (path := tmp_path / "d.csv").write_bytes(cells(told))
+    assert "two fields 'role'" in refusal(path, "chat")
 
 
 def test_a_packed_parquet_file_is_no_bomb(tmp_path, monkeypatch):

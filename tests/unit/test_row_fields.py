@@ -69,7 +69,6 @@ def turns(*said: tuple[str, str], **last: Any) -> list[dict[str, Any]]:
     ({"messages": [U, {**A, "audio": {"id": "a"}}]}, "messages.audio 100 %"),
     # Others
     ({"messages": [U, A], "meta": {"score": 1}}, "meta 100 %"),
-    ({"messages": [U, {**A, "masked": True}]}, "messages.masked 100 %"),
     ({"messages": [U, A], "images": ["a.png"]}, "images 100 %"),
 )
 def test_fields_of_public_chats_are_named(row, unread):
@@ -84,6 +83,8 @@ def test_fields_of_public_chats_are_named(row, unread):
     ({"messages": [U, A, U, {**A, "content": "Yes.", "trainable": False}]}),
     ({"messages": [U, A, U, {**A, "content": "Yes.", "train_on_turn": 0}]}),
     ({"messages": [U, A, U, {**A, "content": "Yes.", "loss_mask": 0}]}),
+    ({"messages": [U, {**A, "masked": False}, U, {**A, "content": "Yes.", "masked": True}]}),
+    ({"messages": [{**U, "masked": True}, A, U, {**A, "content": "Yes.", "masked": 1}]}),
 )
 def test_turns_that_a_field_excludes_are_not_trained(row):
     text, unread = outcome(row)
@@ -94,6 +95,8 @@ def test_turns_that_a_field_excludes_are_not_trained(row):
     ({"weight": 0, "train": True}, "weight: 0 and train: 1"),
     ({"loss": True, "training": False}, "loss: 1 and training: 0"),
     ({"trainable": 1, "weight": 0.0}, "trainable: 1 and weight: 0"),
+    ({"train": 1, "masked": True}, "train: 1 and masked: 1"),
+    ({"weight": 0, "masked": False}, "weight: 0 and masked: 0"),
 )
 def test_fields_that_contradict_one_another_are_refused(fields, what):
     row = {"messages": [U, A, U, {**A, "content": "Yes.", **fields}]}
@@ -103,8 +106,9 @@ def test_fields_that_contradict_one_another_are_refused(fields, what):
     # The printed fix works.
     field = error.fix.partition("{train: ")[2].rstrip("}")
     text, unread = outcome(row, columns={"train": field})
-    assert ("[[Yes." in text) == bool(fields[field]) and len(unread.split(", ")) == 1
-    outcome({"messages": [U, {**A, **dict.fromkeys(fields, 1)}]})
+    is_trained = bool(fields[field]) != (field == "masked")
+    assert ("[[Yes." in text) == is_trained and len(unread.split(", ")) == 1
+    outcome({"messages": [U, {**A, **{name: name != "masked" for name in fields}}]})
 
 
 @each(

@@ -46,7 +46,9 @@ _VARIABLES = "chat_template_kwargs"
 _NOT_ARGUMENTS = frozenset(("id", "type", "index", "function", "name"))
 ROLE_NAMES = ("role", "from")
 _CONTENT_NAMES = ("content", "value")
+_MASKED = ("masked",)
 _TRAIN_NAMES = (
+    *_MASKED,
     "train",
     "training",
     "trainable",
@@ -56,7 +58,8 @@ _TRAIN_NAMES = (
     "loss",
     "loss_mask",
 )
-"""Fields of OpenAI and of other trainers that exclude a message from training."""
+"""Fields of OpenAI and of other trainers that exclude a message from training: those of `_MASKED`
+with 1 or true, the others with 0 or false."""
 
 
 def read_messages(
@@ -291,7 +294,7 @@ def take_masks(
     """The numbers of the assistant's messages that a field excludes from training.
 
     The field leaves the messages: `train_key`, or else any of the known names. DataError: its value
-    is neither 0 nor 1, or it masks the only answers.
+    is neither 0 nor 1, or fields contradict one another.
     """
     masked = set()
     for index, message in enumerate(messages):
@@ -306,32 +309,32 @@ def take_masks(
                 "write train: false instead, or train these messages like all others:",
                 ignore=[_MASK],
             )
-        said = dict[str, bool]()
+        given, is_trained = dict[str, int](), set[bool]()
         for key in (train_key,) if train_key else _TRAIN_NAMES:
             if key not in message:
                 continue
             value, speaks = message[key], message["role"] == "assistant"
             if speaks and value not in (0, 1):
                 raise FieldError(
-                    f"{name}[{index}].{key} is {show(value)}, and a message is trained (1 or true) "
-                    "or not (0 or false)",
+                    f"{name}[{index}].{key} is {show(value)}, not 0, 1, false or true",
                     where=where,
                     fix="write 0 or 1, or train these messages like all others:",
                     ignore=[key],
                 )
-            if speaks or value == 0:
+            if speaks or value == (key in _MASKED):
                 del message[key]
             if speaks:
-                said[key] = bool(value)
-        if len(set(said.values())) > 1:
-            what = " and ".join(f"{key}: {int(is_trained)}" for key, is_trained in said.items())
+                given[key] = int(value)
+                is_trained.add(bool(value) != (key in _MASKED))
+        if len(is_trained) > 1:
+            what = " and ".join(f"{key}: {value}" for key, value in given.items())
             raise DataError(
                 f"{name}[{index}] has {what}: only one of them excludes the message from training",
                 where=where,
                 fix="choose the field that counts, such as "
-                f"data.sources.columns: {{train: {next(iter(said))}}}",
+                f"data.sources.columns: {{train: {next(iter(given))}}}",
             )
-        if not all(said.values()):
+        if False in is_trained:
             masked.add(index)
     return frozenset(masked)
 

@@ -62,16 +62,10 @@ def table_rows(table: Any, where: str, *, keeps_nulls: bool = False) -> list[dic
     return rows
 
 
-def _size_of(batch: Any) -> int:
-    """Bytes of a record batch, with at least four for each value.
-
-    Arrow needs no memory for a null and one bit for a boolean. Python needs eight bytes or more.
-    """
-    return max(int(batch.nbytes), 4 * sum(map(_num_values, batch.columns)))
-
-
 def small_parts(batch: Any, name: str, first: int) -> Iterator[tuple[int, Any]]:
     """Slices of a batch that are small enough to become Python's values, with their first rows.
+
+    In a slice each row has its own values: those of dictionaries are repeated.
 
     Args:
         name: of what the rows are from.
@@ -80,28 +74,49 @@ def small_parts(batch: Any, name: str, first: int) -> Iterator[tuple[int, Any]]:
     Raises:
         DataError: the batch is damaged, or a row is too large.
     """
+    dense = _dense(batch.schema)
     try:
-        batch.validate()
+        # Indices into a dictionary must be right before it is known how large the rows are.
+        batch.validate(full=dense != batch.schema)
     except Exception as error:  # whatever damaged buffers provoke
         raise damaged(error, f"{name} row {first}") from error
-    step = max(batch.num_rows, 1) if _size_of(batch) < ROW_BYTES // 4 else 1
-    for begin in range(0, batch.num_rows, step):
-        part = batch.slice(begin, step)
-        if step == 1 and _size_of(part) > ROW_BYTES:
+    parts = [(0, batch.num_rows)]
+    while parts:
+        begin, count = parts.pop()
+        part = batch.slice(begin, count)
+        size = sum(map(_size_of, part.columns))
+        if count > 1 and size >= ROW_BYTES // 4:
+            parts += [(begin + count // 2, count - count // 2), (begin, count // 2)]
+            continue
+        if size > ROW_BYTES:
             raise too_large("row", f"{name} row {first + begin}")
+        if dense != batch.schema:
+            columns = zip(part.columns, dense.types, strict=True)
+            cast = [column.cast(kind) for column, kind in columns]
+            part = type(part).from_arrays(cast, schema=dense)
         yield first + begin, part
 
 
-def _num_values(array: Any) -> int:
-    # Of an array, and of all arrays in it. By offsets only: others may still be wrong.
+def _size_of(array: Any) -> int:
+    # Bytes of the values of an array, and of all arrays in it, with at least four for each value:
+    # Arrow needs no memory for a null and one bit for a boolean. Python needs eight bytes or more.
+    # By offsets only: others may still be wrong.
     import pyarrow as pa
+    import pyarrow.compute as pc
 
     kind, inner = array.type, []
     if isinstance(array, pa.ChunkedArray):
-        return sum(map(_num_values, array.chunks))
+        return sum(map(_size_of, array.chunks))
     if isinstance(array, pa.ExtensionArray):
-        return _num_values(array.storage)
-    if pa.types.is_struct(kind):
+        return _size_of(array.storage)
+    if pa.types.is_dictionary(kind):
+        if _has_lengths(kind.value_type):
+            lengths = pc.binary_length(array.dictionary).take(array.indices)
+            return 4 * len(array) + (pc.sum(lengths).as_py() or 0)
+        if _is_flat(kind.value_type):
+            return len(array) * max(4, kind.value_type.bit_width // 8)
+        inner = [array.dictionary]
+    elif pa.types.is_struct(kind):
         inner = [array.field(number) for number in range(kind.num_fields)]
     elif pa.types.is_fixed_size_list(kind):
         size = kind.list_size
@@ -109,7 +124,45 @@ def _num_values(array: Any) -> int:
     elif pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_map(kind):
         begin, end = (array.offsets[place].as_py() for place in (0, len(array)))
         inner = [array.values.slice(begin, end - begin)]
-    return len(array) + sum(map(_num_values, inner))
+    else:
+        return max(int(array.nbytes), 4 * len(array))
+    return 4 * len(array) + sum(map(_size_of, inner))
+
+
+def _dense(schema: Any) -> Any:
+    # The schema of the same values without dictionaries, where isles can tell how large they are.
+    import pyarrow as pa
+
+    def dense(field: Any) -> Any:
+        kind = field.type
+        if pa.types.is_dictionary(kind) and _is_flat(kind.value_type):
+            return field.with_type(kind.value_type)
+        if pa.types.is_struct(kind):
+            return field.with_type(
+                pa.struct([dense(kind.field(n)) for n in range(kind.num_fields)])
+            )
+        if pa.types.is_list(kind):
+            return field.with_type(pa.list_(dense(kind.value_field)))
+        if pa.types.is_large_list(kind):
+            return field.with_type(pa.large_list(dense(kind.value_field)))
+        if pa.types.is_fixed_size_list(kind):
+            return field.with_type(pa.list_(dense(kind.value_field), kind.list_size))
+        return field
+
+    return pa.schema([dense(field) for field in schema], metadata=schema.metadata)
+
+
+def _has_lengths(kind: Any) -> bool:
+    import pyarrow as pa
+
+    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return is_text or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+
+
+def _is_flat(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return _has_lengths(kind) or pa.types.is_primitive(kind)
 
 
 def _stripper(type: Any) -> Callable[[Any], Any] | None:
@@ -257,6 +310,8 @@ def check_plain(batch: Any, where: str) -> None:
     import pyarrow as pa
 
     def shares(type: Any) -> bool:
+        if pa.types.is_dictionary(type) and _is_flat(type.value_type):
+            return False
         is_view = str(type) in ("string_view", "binary_view") or pa.types.is_list_view(type)
         is_view = is_view or pa.types.is_large_list_view(type)
         is_shared = is_view or pa.types.is_dictionary(type) or pa.types.is_run_end_encoded(type)

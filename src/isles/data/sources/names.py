@@ -1,12 +1,15 @@
-"""Names of fields, as reports show them and as `ignore_fields` has them."""
+"""Names of fields, as reports show them and as `ignore_fields` has them; none twice in an object."""
 
 from __future__ import annotations
 
+import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from isles.errors import DataError
 from isles.facts.units import printable
 
 log = logging.getLogger(__name__)
@@ -28,6 +31,27 @@ def ignored_names(field: str, columns: Mapping[str, str]) -> set[str]:
     """
     bare = bare_name(field)
     return {bare, columns.get(bare, bare), _OLD_NAMES.get(bare, bare)}
+
+
+class RepeatedKey(ValueError):
+    """A JSON object has two fields of one name."""
+
+    def of_row(self, where: str) -> DataError:
+        """The error for the row."""
+        return DataError(str(self), where=where, fix="delete or rename one of the two")
+
+
+def _object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(fields)
+    if len(found) < len(fields):
+        name, _ = Counter(name for name, _ in fields).most_common(1)[0]
+        raise RepeatedKey(f"a JSON object has two fields {name[:100]!r}")
+    return found
+
+
+# Takes 0.2 to 7 us longer for a chat of 3 kB than json.loads, which keeps the last of two fields.
+JSON = json.JSONDecoder(object_pairs_hook=_object)
+"""Reads the JSON of rows. RepeatedKey: an object has two fields of one name."""
 
 
 class Remark(str):

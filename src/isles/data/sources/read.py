@@ -23,6 +23,7 @@ from typing import IO, Any, Literal
 from isles.config.endings import Format, ending_of, unread_issue
 from isles.data.sources.arrow import ARROW_MAGIC, one_of_each
 from isles.data.sources.files import ROW_BYTES, ROW_LINES, decode, opened, skip, too_large
+from isles.data.sources.names import JSON, RepeatedKey
 from isles.data.sources.rows import (
     CHUNK_ROWS,
     PLAIN,
@@ -47,7 +48,6 @@ _ARRAY = re.compile(rb'\[\s*\{\s*"')
 _OBJECT = re.compile(rb'\{\s*"(?:[^"\\\n]|\\.)*"\s*:')
 _CHUNK_BYTES = 2**20
 _LINES_BYTES = 2**18
-_DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 _OBJECTS = "repair or remove that line: isles expects one JSON object per line"
@@ -200,7 +200,9 @@ def _json_row(line: bytes, path: Path, offset: int, number: int) -> Row | DataEr
         text = decode(line, path, offset, number)
         if text.isspace():
             return None
-        row = json.loads(text)
+        row = JSON.decode(text)
+    except RepeatedKey as error:
+        return error.of_row(where)
     except (ValueError, RecursionError) as error:
         fix = _OBJECTS
         if number == 1 and line.lstrip().startswith(b"["):
@@ -256,6 +258,8 @@ def _read_json_array(path: Path) -> Rows:
         where = f"{path} row {number}"
         if isinstance(value, dict):
             yield Row(where, value)
+        elif isinstance(value, RepeatedKey):
+            yield value.of_row(where)
         else:
             what = f"not a JSON object but {type(value).__name__}"
             yield DataError(what, where=where, fix="isles expects an array of JSON objects")
@@ -296,7 +300,10 @@ class _ArrayText:
         """The value that begins here; read up to its end."""
         while True:
             try:
-                value, end = _DECODER.raw_decode(self._text, self.place)
+                try:
+                    value, end = JSON.raw_decode(self._text, self.place)
+                except RepeatedKey as error:
+                    value, end = error, json.JSONDecoder().raw_decode(self._text, self.place)[1]
             except (ValueError, RecursionError) as error:
                 place, what = self.place, str(error)
                 if isinstance(error, json.JSONDecodeError):

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from threading import Event
 from typing import Any, NamedTuple
 
-from isles.data.sources.names import Remark, ignored_names
+from isles.data.sources.names import JSON, Remark, RepeatedKey, ignored_names
 from isles.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -476,7 +476,9 @@ def from_json_text(value: object, name: str, where: str, fix: str = "") -> objec
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return JSON.decode(value)
+    except RepeatedKey as error:
+        raise error.of_row(where) from error
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"{name} holds {show(value)}, which is text but not JSON",
