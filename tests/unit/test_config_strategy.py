@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from isles.config.auto import Machine, choose_strategy, describe
 from isles.config.files import data_issues, shape_issues
@@ -98,12 +102,17 @@ def test_what_is_known_to_be_exact_has_no_reason_against_it() -> None:
         assert not known[key] & set(reasons)
 
 
+EAGER = "model.attn_implementation=eager"
 CHAT, TEXT = GOOD.replace("a/b", "a/b, type: chat"), "data.sources=[{path: a}]"
 
 
 @each(
     ("mamba", [], "for model_type mamba: its layers carry a state from token to token"),
-    ("bloom", [], "for model_type bloom: it does not accept positions"),
+    (
+        "bloom",
+        ["model.attn_implementation=eager"],
+        "for model_type bloom: it does not accept positions",
+    ),
     ("their_own", [TEXT, "data.isolate_documents=true"], "for model_type their_own"),
     ("opt", ["model.attn_implementation=flex_attention"], "flex_attention does not isolate"),
     ("gptj", ["model.attn_implementation=flash_attention_2"], "flash_attention_2 does"),
@@ -116,6 +125,30 @@ def test_models_that_do_not_heed_borders_are_refused(kind, overrides, what, *, t
     found = check_shape(load(tmp_path, CHAT, *overrides).config, {"model_type": kind})
     assert len(found) == (what is not None)
     assert all(what in issue.what and "data.packing: false" in issue.fix for issue in found)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "bloom", "mpt"])
+def test_a_model_without_fused_attention_is_refused_before_the_start(kind, tmp_path):
+    """By the same key as transformers' own error, which comes when the ranks build the model."""
+    text = CHAT.replace("gpt2", str(tmp_path / "base"))
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps({"model_type": kind}))
+    packed = "data.packing=false"
+    (issue,) = shape_issues(load(tmp_path, text, packed), tmp_path)
+    assert f"model_type {kind} does not support attn_implementation sdpa" in issue.what
+    ((key, value),) = re.findall(r"^set (\S+): (\w+)$", issue.fix)
+    assert shape_issues(load(tmp_path, text, packed, f"{key}={value}"), tmp_path) == []
+    config = AutoConfig.for_model(kind)
+    with torch.device("meta"), pytest.raises(ValueError, match="scaled_dot_product_attention"):
+        AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+
+
+def test_models_without_fused_attention_are_those_of_transformers():
+    known = models.ISOLATED | models.TENSOR_PARALLEL | models.CONTEXT_PARALLEL | models.EAGER
+    names = {k: name for k, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if k in known}
+    classes = {kind: getattr(transformers, name, None) for kind, name in names.items()}
+    found = {kind for kind in names if not getattr(classes[kind], "_supports_sdpa", True)}
+    assert found == models.EAGER & {*names}
 
 
 def test_attention_for_gpus_is_refused_without_one() -> None:

@@ -179,6 +179,158 @@ def test_rows_as_other_trainers_have_them(row, kind, parts):
         assert place > 0, part
 
 
+EARLIER = {"instruction": "Snow?", "output": "No."}
+
+
+@each(
+    (None, {}, ()),
+    ([], {}, ()),
+    ("", {}, ()),
+    ([["Rain?", "Yes."], ["Hail?", "No, no."]], {}, ("Rain?", "Yes.", "Hail?", "No, no.")),
+    (json.dumps([["Rain?", "Yes."]]), {"system": "Be brief."}, ("Rain?", "Yes.")),
+    ([("Rain?", "Yes.")], {"input": "In Bonn"}, ("Rain?", "Yes.")),
+)
+def test_earlier_turns_of_an_instruction_are_trained(history, more, said):
+    text, unread = outcome({**EARLIER, "history": history, **more}, type="instruct")
+    system = more.get("system", "You are a helpful assistant.")
+    turns = [f"<|im_start|>system\n{system}<|im_end|>\n"]
+    asked = "\n\n".join(["Snow?", *([more["input"]] if "input" in more else [])])
+    for question, answer in zip([*said[::2], asked], [*said[1::2], "No."], strict=True):
+        turns.append(f"<|im_start|>user\n{question}<|im_end|>\n")
+        turns.append(f"<|im_start|>assistant\n[[{answer}<|im_end|>]]\n")
+    assert text == "".join(turns) and not unread
+    # A prompt and its completion may have the same.
+    text_of_prompt = outcome(
+        {"prompt": asked, "completion": "No.", "history": history, **more}, type="instruct"
+    )[0]
+    assert text_of_prompt == text
+
+
+@each(
+    ([["Rain?", "Yes.", "Why?"]], "history[0] holds list"),
+    ([["Hail?", "No."], ["Rain?"]], "history[1] holds list"),
+    ([[]], "history[0] holds list '[]'"),
+    (["Rain?", "Yes."], "history[0] holds str 'Rain?'"),
+    ([{"role": "user", "content": "Rain?"}], "history[0] holds dict"),
+    ({"Rain?": "Yes."}, "column 'history' holds dict"),
+    ([["Rain?", None]], "history[0] holds null, not text"),
+    ([["Hail?", "No."], ["Rain?", " "]], "history[1]: the answer is empty"),
+    ("Rain?", "column 'history' holds str 'Rain?', which is text but not JSON"),
+)
+def test_earlier_turns_that_are_no_pairs_are_refused(history, what):
+    error = refusal({**EARLIER, "history": history}, type="instruct")
+    assert what in error.what and "remove that row" in error.fix and error.where == "f:1"
+
+
+def called(*calls: str, said: str = "", result: str = "dry", tools: bool = True) -> str:
+    """The conversation that QWEN_25 writes."""
+    given = json.dumps(TOOL) if tools else ""
+    head = outcome({"messages": [U, A], **({"tools": [TOOL]} if tools else {})})[0]
+    begin = head[: head.index("<|im_start|>user")]
+    assert given in begin
+    written = "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in calls)
+    turns = (
+        f"<|im_start|>user\nRain?<|im_end|>\n<|im_start|>assistant\n[[{said}{written}<|im_end|>]]\n"
+    )
+    if result:
+        turns += f"<|im_start|>user\n<tool_response>\n{result}\n</tool_response><|im_end|>\n"
+    return f"{begin}{turns}<|im_start|>assistant\n[[No.<|im_end|>]]\n"
+
+
+BONN = '{"name": "weather", "arguments": {"city": "Bonn"}}'
+EMPTY_CALL = '{"name": "weather", "arguments": {}}'
+DRY = {"role": "function", "name": "weather", "content": "dry"}
+
+
+@each(
+    ({"arguments": '{"city": "Bonn"}'}, "", BONN),
+    ({"arguments": {"city": "Bonn"}}, "", BONN),
+    ({"arguments": {"city": "Bonn"}}, "Let me look.", BONN),
+    ({"parameters": {"city": "Bonn"}}, "", BONN),
+    ({"arguments": "{}"}, "", EMPTY_CALL),
+    ({"arguments": ""}, "", EMPTY_CALL),
+    ({"arguments": None}, "", EMPTY_CALL),
+    ({}, "", EMPTY_CALL),
+)
+def test_calls_in_old_forms_are_trained_as_they_are_now_written(arguments, said, call):
+    """`function_call`, `functions` and the role `function`, as OpenAI had them."""
+    want = called(call, said=f"{said}\n" if said else "")
+    old = {"name": "weather", **arguments}
+    for given in (old, json.dumps(old)):
+        for functions in ([TOOL["function"]], json.dumps([TOOL["function"]]), TOOL["function"]):
+            asks = {"role": "assistant", "content": said or None, "function_call": given}
+            row = {"messages": [U, asks, DRY, A], "functions": functions}
+            assert outcome(row) == (want, "messages.name 100 %")
+    # ShareGPT, whose calls are messages.
+    if not said:
+        calls = ("human", "Rain?"), ("function_call", json.dumps(old)), ("function", "dry")
+        row = {"conversations": turns(*calls, ("gpt", "No."))}
+        assert outcome(row) == (called(call, tools=False), "")
+        calls = calls[0], ("function_call", json.dumps([old, old])), calls[2]
+        row = {"conversations": turns(*calls, ("gpt", "No."))}
+        assert outcome(row) == (called(call, call, tools=False), "")
+
+
+@each(
+    ({"function_call": {"arguments": "{}"}}, {}, "function_call[0] holds null, not a call with a"),
+    ({"function_call": "weather(Bonn)"}, {}, "function_call[0] holds str 'weather(Bonn)'"),
+    ({"function_call": [3]}, {}, "function_call[0]"),
+    ({"function_call": {"name": "weather", "arguments": "Bonn"}}, {}, "arguments as a JSON object"),
+    ({"function_call": {"name": "weather", "arguments": [1]}}, {}, "arguments as a JSON object"),
+    ({"function_call": {"name": "weather", "city": "Bonn"}}, {}, "without arguments, but has city"),
+    ({}, {"functions": "weather"}, "column 'functions' holds str"),
+    ({}, {"functions": ["weather"]}, "functions[0] holds str"),
+    ({}, {"functions": {"weather": {}}}, "column 'functions' holds dict"),
+)
+def test_calls_in_old_forms_that_are_none_are_refused(fields, columns, what):
+    asks = {"role": "assistant", "content": "" if fields else "Yes.", **fields}
+    error = refusal({"messages": [U, asks, DRY, A], **columns})
+    assert what in error.what and error.fix and error.where == "f:1"
+
+
+@each(
+    ({"mm": 3}, '{"mm": 3}'),
+    ([{"mm": 3}, {"mm": 4}], '[{"mm": 3}, {"mm": 4}]'),
+    (["dry", "wet"], '["dry", "wet"]'),
+    ([[1, 2], []], "[[1, 2], []]"),
+    ({"rain": {"mm": None, "is": False}}, '{"rain": {"mm": null, "is": false}}'),
+    ({}, "{}"),
+    ([], "[]"),
+    (3, "3"),
+    (2.5, "2.5"),
+    ([{"type": "text", "text": "dry"}, {"type": "text", "text": ", warm"}], "dry, warm"),
+    ([{"type": "rain", "text": "dry"}], '[{"type": "rain", "text": "dry"}]'),
+    ('{"mm": 3}', '{"mm": 3}'),
+)
+def test_results_of_tools_are_written_as_json(result, text):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": CALL["function"]}]}
+    for role in ("tool", "function", "observation"):
+        row = {"messages": [U, call, {"role": role, "content": result}, A], "tools": [TOOL]}
+        assert outcome(row) == (called(BONN, result=text), "")
+    # Of another template, that writes results as JSON itself.
+    row["messages"][2]["role"] = "tool"
+    found, unread = trained_text(encoder("LLAMA_31"), row)
+    written = json.dumps(text) if text[0] not in "[{0123456789" else text
+    if isinstance(result, str):
+        written = json.dumps(text)
+    assert f"ipython<|end_header_id|>\n\n{written}<|eot_id|>" in found[0] and not unread
+    assert "[[No.<|eot_id|>" in found[0]
+
+
+@each(
+    (None, "messages[2].content is null"),
+    (float("nan"), "float 'nan', which JSON does not have"),
+    ({"mm": [float("inf")]}, "content.mm[0] holds float 'inf'"),
+    (b"dry", "bytes"),
+    ({"at": {1, 2}}, "JSON does not have"),
+)
+def test_results_of_tools_that_are_no_json_are_refused(result, what):
+    call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    told = {"role": "tool", "tool_call_id": "c1", "content": result}
+    error = refusal({"messages": [U, call, told, A], "tools": [TOOL]})
+    assert what in error.what and error.fix and error.where == "f:1"
+
+
 @each(
     ({"prompt": "a", "rejected": "b"}, "preference", "column 'chosen' not found"),
     ({"prompt": "a", "completion": "b", "label": True}, "preference", "column 'chosen' not found"),

@@ -37,6 +37,13 @@ hyperclovax internlm3 jais2 jetmoe ministral mixtral mpt nanochat olmo olmo3 olm
 phi phimoe qwen2_moe qwen3_moe solar_open stablelm vaultgemma xglm
 """
 
+_EAGER = """
+big_bird bigbird_pegasus bloom cpmant deepseek_v4 flint gemma2 git got_ocr2 gpt_neo
+gpt_neox_japanese gpt_oss granite_swa granitemoe_swa hy_v4 inkling2_loop_text inkling2_text
+megatron-bert mimo_v2_flash mpt mvp openai-gpt prophetnet reformer rembert roformer rwkv trocr
+vaultgemma xglm xlm xlnet xlstm
+"""
+
 TENSOR_PARALLEL = frozenset((_ANY_WAY + _TENSOR).split())
 """Kinds that support tensor parallel: their plan of sharded matrices works with isles."""
 
@@ -55,6 +62,9 @@ BLIND = frozenset(["afmoe", "biogpt", "gpt_oss", "mpt", "opt", "xglm"])
 DEAF = frozenset(["gptj", "nemotron", "stablelm"])
 """Isolated kinds that do not pass the borders of documents to their attention, so isles passes
 masks to them."""
+
+EAGER = frozenset(_EAGER.split())
+"""Kinds that transformers 5.24 does not build with attn_implementation sdpa."""
 
 _KEEPS_STATE = "its layers carry a state from token to token, over every border"
 

@@ -14,6 +14,7 @@ from isles.facts.models import (
     BLIND,
     CONTEXT_PARALLEL,
     DEAF,
+    EAGER,
     ISOLATED,
     PIPELINE,
     REASONS,
@@ -55,6 +56,7 @@ def check_shape(config: RunConfig, shape: Shape) -> list[Issue]:
             absent key, whose default only transformers knows.
     """
     issues = [*_length(config, shape), *_isolation(config, shape), *_long_rope(config, shape)]
+    issues += _attention(config, shape)
     strategy = config.strategy
     if isinstance(strategy, MeshSection):
         issues += _tensor_parallel(strategy, shape)
@@ -72,6 +74,14 @@ def _length(config: RunConfig, shape: Shape) -> Iterator[Issue]:
             f"seq_length {wanted} is longer than the model's max_position_embeddings, {positions}",
             f"use {positions} or less, or another model",
         )
+
+
+def _attention(config: RunConfig, shape: Shape) -> Iterator[Issue]:
+    # transformers refuses it too, but only when the ranks build the model.
+    kind, keys = shape.get("model_type"), ("model.attn_implementation", "model.name_or_path")
+    if config.model.attn_implementation == "sdpa" and kind in EAGER:
+        what = f"model_type {kind} does not support attn_implementation sdpa"
+        yield Issue(keys, what, "set model.attn_implementation: eager")
 
 
 def _isolation(config: RunConfig, shape: Shape) -> Iterator[Issue]:

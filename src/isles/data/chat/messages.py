@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -368,7 +369,7 @@ def read_variables(value: object, name: str, where: str) -> dict[str, Any]:
 
 
 def check_values(chat: Chat) -> None:
-    """Refuse values that JSON does not have, such as bytes. TemplateRefusal: with their place."""
+    """Refuse values that JSON does not have, such as bytes or NaN. TemplateRefusal: with the place."""
     parts: list[tuple[str, object, str]] = [
         (f"messages[{index}].{key}", value, key)
         for index, message in enumerate(chat.messages)
@@ -390,7 +391,10 @@ def _not_json(value: object, at: str) -> Iterator[tuple[str, object]]:
     elif isinstance(value, list | tuple):
         for number, cell in enumerate(value):
             yield from _not_json(cell, f"{at}[{number}]")
-    elif not isinstance(value, str | int | float | None):
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            yield at, value
+    elif not isinstance(value, str | int | None):
         yield at, value
 
 

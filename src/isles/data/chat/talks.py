@@ -261,6 +261,9 @@ class InstructParser(TalkParser):
             if not isinstance(turn, Sequence) or isinstance(turn, str) or len(turn) != 2:
                 raise wrong_type(turn, at, "a pair of question and answer", row.where)
             question, answer = (checked_text(text, at, row.where) for text in turn)
+            if not answer.strip():
+                what = f"{at}: the answer is empty"
+                raise DataError(what, where=row.where, fix="remove that row")
             messages += [{"role": "user", "content": question}, _assistant(answer)]
         return messages
 

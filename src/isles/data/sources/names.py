@@ -1,4 +1,4 @@
-"""Names of fields, as reports show them and as `ignore_fields` has them; none twice in an object."""
+"""Names of fields: in reports, in `ignore_fields`, and only once in an object of JSON."""
 
 from __future__ import annotations
 
