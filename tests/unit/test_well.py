@@ -187,5 +187,13 @@ def test_the_command(tmp_path, monkeypatch, capsys) -> None:
         write_record(attempt.outcome, {"at": time.time(), "exit_code": 0, "state": state})
         assert main(["status", "run", "--check", "--wait", "1s"]) == code
         assert state in capsys.readouterr().out
+    # A run without the model of its last step is not well, until it is exported again.
+    write_record(attempt.outcome, {"at": time.time(), "exit_code": 0, "state": "finished"})
+    write_record(run_dir.summary, {"steps": 40, "export_error": "the disk is full"})
+    assert main(["status", "run", "--check"]) == ExitCode.PREFLIGHT
+    assert "the disk is full" in capsys.readouterr().out
+    run_dir.model.mkdir()
+    (run_dir.model / "README.md").write_text("| steps | 40 |\n")
+    assert main(["status", "run", "--check"]) == ExitCode.OK
     assert main(["status", "--check", "--wait", "run"]) == ExitCode.USER
     assert "isles status RUN --check --wait 5m" in capsys.readouterr().err

@@ -369,7 +369,7 @@ def read_variables(value: object, name: str, where: str) -> dict[str, Any]:
 
 
 def check_values(chat: Chat) -> None:
-    """Refuse values that JSON does not have, such as bytes or NaN. TemplateRefusal: with the place."""
+    """Refuse values that JSON does not have, such as bytes or NaN. TemplateRefusal: with it."""
     parts: list[tuple[str, object, str]] = [
         (f"messages[{index}].{key}", value, key)
         for index, message in enumerate(chat.messages)

@@ -24,6 +24,7 @@ from isles.monitor.live.model import HostRow, Point, RankRow, Snapshot
 from isles.monitor.live.rows import MOST_RANKS
 from isles.monitor.live.source import Watch
 from isles.monitor.live.source import snapshot as snapshot_of
+from isles.run.exported import export_failure
 from isles.run.find import find_any, typed_name
 from isles.run.hang import STAGES
 from isles.run.owner import shown_only
@@ -206,7 +207,9 @@ def check_run(
             look = _looks(watch)
             seconds, say = (_AGAIN_S, lambda _: None) if wait is None else (wait_s, note)
             shown, lines = wait_until_well(lambda: next(look), lines_of, seconds, say)
-    is_well = shown.run.state == "finished" or (bool(lines) and all(x.state == "ok" for x in lines))
+    is_well = bool(lines) and all(line.state == "ok" for line in lines)
+    if shown.run.state == "finished":
+        is_well = not (isinstance(found, RunDir) and export_failure(found))
     if json:
         print_line(dumps(record_of(shown, lines, is_well=is_well), indent=1))
     else:
