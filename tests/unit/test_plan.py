@@ -9,8 +9,10 @@ import re
 import shlex
 import shutil
 import struct
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from isles.cli import main
@@ -391,6 +393,32 @@ esac"""
     plan = planned("clusters=[{launcher: {kind: ssh, hosts: [me@desk1]}, device: cpu}]")
     name = only(plan).job.machines.devices[0].name
     assert name.endswith(" cores") and name != "CPU process, 3999 cores"
+
+
+def test_a_host_is_planned_within_the_limits_of_its_control_groups(here):
+    lines = """case "$*" in
+*nvidia-smi*) exit 127;;
+*) exec sh -c "${!#}";;
+esac"""
+    write_program(here / "bin" / "ssh", lines)
+    (group := here / "groups" / "job_1").mkdir(parents=True)
+    (group / "memory.max").write_text(str(1200 << 20))
+    (group / "cpu.max").write_text("100000 100000")
+    (here / "own").write_text("0::/job_1")
+    patched = "import sys, pathlib, isles.run.limits as limits; "
+    patched += f"limits.CGROUPS = pathlib.Path('{here}/groups'); "
+    patched += f"limits.OWN = pathlib.Path('{here}/own'); exec(sys.argv[2])"
+    python = write_program(here / "bin" / "limited", f'exec {sys.executable} -c "{patched}" "$@"')
+
+    def host(path: object) -> tuple[str, float]:
+        environment = f"environment: {{python: {path}}}, workdir: {here}"
+        launcher = "launcher: {kind: ssh, hosts: [me@desk1]}, device: cpu"
+        machines = only(planned(f"clusters=[{{{launcher}, {environment}}}]")).job.machines
+        return machines.devices[0].name, machines.hosts[0].memory_bytes
+
+    assert host(python) == ("CPU process, 1 cores", 1200 << 20)
+    # Without isles there, the machine's.
+    assert host("/nowhere/python")[1] == psutil.virtual_memory().total // 1024 * 1024
 
 
 def test_what_slurm_is_asked_for_names_the_cards(here):

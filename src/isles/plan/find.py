@@ -15,6 +15,7 @@ Syntax of `--gpus`:
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,6 +49,7 @@ from isles.launch.ray.bundles import (
     ranks_of,
 )
 from isles.launch.ray.jobs import RayJobs
+from isles.launch.ssh.environment import python_of, setting_lines
 from isles.launch.ssh.shell import Shell, on_all
 from isles.plan.machines import (
     GUESSED_FABRIC,
@@ -78,12 +80,14 @@ _MOST = 1024
 """Limit of machines per cluster, and of GPUs per machine."""
 
 _ASK_S = 10.0
-_CPU_QUERY = (
-    "sh",
-    "-c",
+_LIMITS = (
+    "from isles.run.limits import cores, memory; found = memory(); "
+    "print(cores(), found.total >> 10, found.available >> 10)"
+)
+_MACHINE = (
     # nproc prints OMP_NUM_THREADS if a login file sets it, not the cores.
     "unset OMP_NUM_THREADS OMP_THREAD_LIMIT; nproc; "
-    "awk '/^Mem(Total|Available):/ { print $2 }' /proc/meminfo",
+    "awk '/^Mem(Total|Available):/ { print $2 }' /proc/meminfo"
 )
 _NOT_FOUND = 127
 """Exit code of a shell: command not found."""
@@ -307,6 +311,7 @@ def _cpu(
 def _asked(cluster: ClusterConfig, connect_s: float) -> Machines:
     # Query the hosts of an ssh launcher. The GPUs of a host that does not respond are unknown.
     shells = {host.ssh: Shell(host.ssh, connect_s) for host in cluster.hosts}
+    query = ["bash", "-c", _cpu_query(cluster)]
 
     def ask(name: str) -> tuple[GpuFinding, tuple[int, ...]]:
         # Its GPUs. If it has none: its cores, and its total and available bytes of memory.
@@ -316,7 +321,7 @@ def _asked(cluster: ClusterConfig, connect_s: float) -> Machines:
             found = read_gpus(result.returncode, result.stdout, result.stderr, None)
         if found.gpus:
             return found, ()
-        result = shells[name].run(list(_CPU_QUERY), timeout_s=_ASK_S + connect_s)
+        result = shells[name].run(query, timeout_s=_ASK_S + connect_s)
         words = result.stdout.split()
         if len(words) != 3 or not all(word.isdecimal() for word in words):
             return found, ()
@@ -340,6 +345,15 @@ def _asked(cluster: ClusterConfig, connect_s: float) -> Machines:
     if failures:
         notes.append("use --gpus to name the GPUs of hosts that do not respond")
     return Machines(cluster.name, tuple(hosts), GUESSED_NETWORK, GUESSED_LINE, tuple(notes))
+
+
+def _cpu_query(cluster: ClusterConfig) -> str:
+    # Bash that prints the cores of a host, and the KiB of its total and available memory: within
+    # every limit if isles is installed there, else those of the machine.
+    lines = setting_lines(cluster, cluster.workdir or str(Path.cwd()))
+    python = shlex.quote(python_of(cluster.environment))
+    ask = f"exec {python} -c {shlex.quote(_LIMITS)} 2>/dev/null"
+    return "\n".join(["({", *lines, "} >/dev/null 2>&1", ask, ") || {", _MACHINE, "}"])
 
 
 def _of_ray(cluster: ClusterConfig, launcher: RayLauncherConfig) -> Machines:
