@@ -59,8 +59,8 @@ _TRAIN_NAMES = (
     "loss",
     "loss_mask",
 )
-"""Fields of OpenAI and of other trainers that exclude a message from training: those of `_MASKED`
-with 1 or true, the others with 0 or false."""
+"""Fields of OpenAI and of other trainers that exclude a message from training: `_MASKED` with 1 or
+true, the others with 0 or false."""
 
 
 def read_messages(

@@ -65,10 +65,10 @@ def table_rows(table: Any, where: str, *, keeps_nulls: bool = False) -> list[dic
 def small_parts(batch: Any, name: str, first: int) -> Iterator[tuple[int, Any]]:
     """Slices of a batch that are small enough to become Python's values, with their first rows.
 
-    In a slice each row has its own values: those of dictionaries are repeated.
+    In a slice each row has its own values: a value of a dictionary is repeated.
 
     Args:
-        name: of what the rows are from.
+        name: the file or dataset, for messages.
         first: the number of the first row of the batch.
 
     Raises:
@@ -112,9 +112,9 @@ def _size_of(array: Any) -> int:
     if pa.types.is_dictionary(kind):
         if _has_lengths(kind.value_type):
             lengths = pc.binary_length(array.dictionary).take(array.indices)
-            return 4 * len(array) + (pc.sum(lengths).as_py() or 0)
+            return 4 * len(array) + int(pc.sum(lengths).as_py() or 0)
         if _is_flat(kind.value_type):
-            return len(array) * max(4, kind.value_type.bit_width // 8)
+            return len(array) * max(4, int(kind.value_type.bit_width) // 8)
         inner = [array.dictionary]
     elif pa.types.is_struct(kind):
         inner = [array.field(number) for number in range(kind.num_fields)]
@@ -156,13 +156,13 @@ def _has_lengths(kind: Any) -> bool:
     import pyarrow as pa
 
     is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    return is_text or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    return bool(is_text or pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
 def _is_flat(kind: Any) -> bool:
     import pyarrow as pa
 
-    return _has_lengths(kind) or pa.types.is_primitive(kind)
+    return _has_lengths(kind) or bool(pa.types.is_primitive(kind))
 
 
 def _stripper(type: Any) -> Callable[[Any], Any] | None:

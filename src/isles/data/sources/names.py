@@ -38,7 +38,7 @@ class RepeatedKey(ValueError):
 
     def of_row(self, where: str) -> DataError:
         """The error for the row."""
-        return DataError(str(self), where=where, fix="delete or rename one of the two")
+        return DataError(str(self), where=where, fix="delete or rename one field")
 
 
 def _object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
