@@ -20,9 +20,9 @@ class ModelConfig(Section):
     """pretrained: load the weights (safetensors). scratch: start with random weights."""
 
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
-    """Implementation of attention. sdpa: PyTorch's fused attention. eager: unfused and slower, for
-    debugging. flash_attention_2: needs the package flash-attn and a GPU. flex_attention: needs a
-    GPU."""
+    """Implementation of attention. sdpa: PyTorch's fused attention. eager: unfused and slower,
+    which gemma2, gpt_oss and bloom need. flash_attention_2: needs the package flash-attn and a
+    GPU. flex_attention: needs a GPU."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models whose code you have read."""
