@@ -20,8 +20,8 @@ class ModelConfig(Section):
     """pretrained loads the weights (safetensors). scratch starts with random weights."""
 
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
-    """sdpa is PyTorch's fused attention. eager is unfused and slower, for debugging.
-    flash_attention_2 needs the package flash-attn and a GPU. flex_attention needs a GPU."""
+    """sdpa is PyTorch's fused attention. eager is unfused and slower; gemma2, gpt_oss and bloom need
+    it. flash_attention_2 needs the package flash-attn and a GPU. flex_attention needs a GPU."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Read that code first."""
