@@ -20,7 +20,7 @@ class ModelConfig(Section):
     """pretrained loads the weights (safetensors). scratch starts with random weights."""
 
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
-    """sdpa is PyTorch's fused attention. eager is unfused and slower; gemma2, gpt_oss and bloom need
+    """sdpa is PyTorch's fused attention. eager is slower, and gemma2, gpt_oss and bloom need
     it. flash_attention_2 needs the package flash-attn and a GPU. flex_attention needs a GPU."""
 
     trust_remote_code: bool = False
