@@ -71,14 +71,14 @@ export -f start_node
 echo "$(date '+%F %T') Slurm job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: 2 x 4 ranks, rendezvous at $MASTER_ADDR:$MASTER_PORT"
 checkpoints() { ls -1d /home/me/train/runs/llama-1b-[0-9]*/checkpoints/step-* 2>/dev/null; }
 before=$(checkpoints)
+# Slurm signals this script before the time limit: the ranks save, and torchrun gives them 30 s.
+# Without the trap, the signal would end this script, so the trap comes before the ranks.
+again='' signaled=''
+trap 'again=yes signaled=yes; scancel --signal=TERM "$SLURM_JOB_ID".0' USR1
 srun --export=ALL --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=28 '--container-image=ghcr.io#me/train:1.2' --container-mounts=/home/me/train:/home/me/train,"${HF_HOME:-$HOME/.cache/huggingface}":"${HF_HOME:-$HOME/.cache/huggingface}",/scratch:/scratch --container-workdir=/home/me/train --no-container-mount-home --no-container-entrypoint \
   --cpu-bind=none --kill-on-bad-exit=1 \
   bash -c start_node &
 ranks=$!
-
-# Slurm signals this script before the time limit: the ranks save, and torchrun gives them 30 s.
-again='' signaled=''
-trap 'again=yes signaled=yes; scancel --signal=TERM "$SLURM_JOB_ID".0' USR1
 wait "$ranks"
 status=$?
 while [ -n "$signaled" ]; do # a signal ends bash's wait, not the ranks

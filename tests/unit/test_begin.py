@@ -20,7 +20,7 @@ from isles.run.choose import Begun, choose_run, refuse_second
 from isles.run.find import find_any, list_runs
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
-from isles.run.records import clear_errors, write_record
+from isles.run.records import explain_write_errors, write_record
 from tests.deadline import at_once, run_program
 from tests.disks import closed
 from tests.each import each
@@ -227,7 +227,7 @@ def test_an_output_dir_that_cannot_be_used_is_named(run_file: Path, tmp_path: Pa
         begin(run_file, "output_dir=/proc/isles")
     assert "/proc/isles" in caught.value.where and "output_dir" in caught.value.fix
     refused = pytest.raises(UserError, match="cannot write: Read-only file system")
-    with refused as caught, clear_errors(Path("/proc/runs")):
+    with refused as caught, explain_write_errors(Path("/proc/runs")):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), "/proc/runs/tiny-1")
     assert "see findmnt -T /proc" in caught.value.fix and caught.value.id == "files.output"
 

@@ -22,7 +22,7 @@ from isles.check.checks.versions import compare_versions
 from isles.check.finding import IDS, Finding, exit_code, record, report_lines
 from isles.check.plan import CheckedRun, Extent, NodePlan, error_finding
 from isles.check.scheduler import queue_findings
-from isles.check.verb import joined, run_check
+from isles.check.verb import merge_equal, run_check
 from isles.config.load import load_run_file
 from isles.config.sections import cluster as sections
 from isles.config.sections.outer import DiLoCoConfig
@@ -166,7 +166,7 @@ def test_what_hosts_agree_on_is_said_once() -> None:
         Finding("huggingface.access", "ok", name, "model o/m can be read", "ok") for name in "ab"
     ]
     other = Finding("huggingface.access", "error", "c", "cannot reach Hugging Face for model o/m")
-    assert joined([found[0], other, found[1]]) == [replace(found[0], where="a, b"), other]
+    assert merge_equal([found[0], other, found[1]]) == [replace(found[0], where="a, b"), other]
 
 
 def test_links_against_what_a_step_sends(run_file: Path) -> None:

@@ -42,7 +42,7 @@ from isles.monitor.status import next_start
 from isles.run.begin import new_attempt, write_launch
 from isles.run.paths import RunDir
 from isles.run.process import ProcessId
-from isles.run.records import clear_errors, write_record
+from isles.run.records import explain_write_errors, write_record
 from isles.train.verbs import exported_lines
 from tests.buckets import bucket
 from tests.deadline import DEADLINE_S
@@ -193,7 +193,7 @@ def test_a_rank_without_a_gpu_in_a_queue_trains_on_the_cpu(tmp_path, monkeypatch
 
 def test_a_folder_that_is_closed_is_opened_by_the_printed_command(tmp_path):
     (folder := tmp_path / "it's mine").mkdir()
-    with pytest.raises(UserError) as caught, clear_errors(folder):
+    with pytest.raises(UserError) as caught, explain_write_errors(folder):
         raise PermissionError(13, os.strerror(13), str(folder))
     (command,) = re.findall(r"sudo (chown .+?), or ", caught.value.fix)
     subprocess.run(["bash", "-u", "-c", command], check=True, env={"PATH": os.environ["PATH"]})

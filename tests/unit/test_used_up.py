@@ -25,7 +25,7 @@ from isles.outer.hub.journal import JOURNAL, Journal
 from isles.outer.hub.rules import Settings
 from isles.outer.hub.server import make_identity
 from isles.run.manifest import MANIFEST
-from isles.run.records import clear_errors
+from isles.run.records import explain_write_errors
 from tests.deadline import run_program
 from tests.disks import small_disk
 from tests.unit.test_models import make_base
@@ -34,7 +34,7 @@ from tests.unit.test_models import make_base
 def test_a_disk_without_inodes_is_not_a_full_disk(tmp_path: Path):
     disk = tmp_path / "disk"
     refused = pytest.raises(UserError)
-    with small_disk(disk, "4m,nr_inodes=4"), refused as caught, clear_errors(disk):
+    with small_disk(disk, "4m,nr_inodes=4"), refused as caught, explain_write_errors(disk):
         for number in range(9):
             (disk / str(number)).write_text("")
     assert "no inodes left" in caught.value.what

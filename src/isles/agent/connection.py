@@ -31,7 +31,7 @@ from isles.facts.units import printable
 from isles.launch.ssh.node import make_place
 from isles.run.nodes import Fleet
 from isles.run.paths import Attempt, RunDir
-from isles.run.records import clear_errors
+from isles.run.records import explain_write_errors
 
 _ANSWER_S = 4.0
 """Longest wait for a connection, and for an answer on a new connection, before the next try."""
@@ -281,7 +281,7 @@ def fetch_run(
     folder = (output_dir or Path(config.output_dir)).expanduser().absolute()
     run_dir = RunDir(folder / files["run"])
     attempt = run_dir.attempt(int(files["attempt"]))
-    with clear_errors(folder):
+    with explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     make_place(run_dir, attempt, {**files, "token": token})
     os.environ.update(node_environ(run_dir, nodes, node))

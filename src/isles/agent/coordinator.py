@@ -28,7 +28,7 @@ from isles.errors import ExitCode
 from isles.run.nodes import Fleet
 from isles.run.outcome import ErrorRecord, agent_error, end, end_failed, end_stopped
 from isles.run.paths import Attempt, RunDir
-from isles.run.records import deleted, read_record, write_record
+from isles.run.records import error_if_deleted, read_record, write_record
 from isles.run.restarts import (
     Restart,
     checkpoint_to_load,
@@ -119,7 +119,7 @@ class Coordinator:
     def look(self) -> None:
         """Check everything once, and decide; called about ten times per second."""
         self._server.look(self._clock())
-        if not self.is_over and (gone := deleted(self._attempt)) is not None:
+        if not self.is_over and (gone := error_if_deleted(self._attempt)) is not None:
             self._is_now = True
             self.fail(agent_error(gone.what, gone.fix, gone.exit_code, id=gone.id))
         try:

@@ -14,7 +14,7 @@ from isles.errors import ExitCode, UserError
 from isles.launch.queue.job import LOST, JobAllocation, claim
 from isles.run.outcome import agent_error, end, end_failed
 from isles.run.paths import Attempt, RunDir
-from isles.run.records import clear_errors, read_record, write_record
+from isles.run.records import explain_write_errors, read_record, write_record
 from isles.run.restarts import (
     current_restart,
     list_restarts,
@@ -87,7 +87,7 @@ class QueuedRun:
         # name of its server.
         own = self._allocation.job_id
         submitted = str((read_record(self._attempt.launch) or {}).get("job_id") or "")
-        with clear_errors(self._attempt.path):
+        with explain_write_errors(self._attempt.path):
             holder = claim(self._attempt, own, submitted=submitted)
         if holder == LOST:
             return "given up, because its submission was not answered"

@@ -30,7 +30,7 @@ from isles.launch.ssh.environment import python_of, setting_lines
 from isles.launch.ssh.shell import Shell
 from isles.run.env import allocation
 from isles.run.paths import RunDir
-from isles.run.records import MAX_LIST_BYTES, clear_errors, read_record
+from isles.run.records import MAX_LIST_BYTES, explain_write_errors, read_record
 
 _RUN_S = 120.0
 """Time limit of the check itself, after the wait for nodes."""
@@ -95,7 +95,7 @@ def check_in_job(run: CheckedRun, timeout_s: float) -> Found:
 def _folder(output_dir: str, loaded: Loaded, resolved: Resolved) -> Iterator[Path]:
     # Next to the run directories, in the form that `isles.check.step` reads.
     above = existing(Path(output_dir).expanduser())
-    with clear_errors(above):
+    with explain_write_errors(above):
         folder = Path(tempfile.mkdtemp(prefix=".isles-check-", dir=above))
     try:
         run_dir = RunDir(folder)

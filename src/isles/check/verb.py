@@ -332,7 +332,7 @@ def check_hosts(
         try_hub(hosts)
     hosts.findings += files()
     try_shared(hosts)
-    hosts.findings += joined(repos())
+    hosts.findings += merge_equal(repos())
     print_line("importing torch and running a kernel on every device")
     answers = ranks()
     hosts.findings += findings_of(answers)
@@ -366,7 +366,7 @@ def _check_login(run: CheckedRun, channel: Channel, extent: Extent) -> list[Find
     files = hosts.check("files", finding_id="files.output")
     repos = hosts.check("huggingface", finding_id="huggingface.access")
     rows = _first_rows(hosts)
-    hosts.findings += joined(repos())
+    hosts.findings += merge_equal(repos())
     hosts.findings += files()
     hosts.findings += rows()
     if extent.net:
@@ -421,7 +421,7 @@ def _clocks(hosts: Hosts) -> dict[str, tuple[float, float]]:
     return best
 
 
-def joined(findings: Sequence[Finding]) -> list[Finding]:
+def merge_equal(findings: Sequence[Finding]) -> list[Finding]:
     """Findings with equal ones of several hosts merged."""
     where: dict[Finding, list[str]] = {}
     for finding in findings:

@@ -9,7 +9,7 @@ from typing import Any
 
 from isles.errors import UserError
 from isles.facts.units import format_bytes
-from isles.run.objects import within
+from isles.run.objects import call_with_timeout
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,9 @@ def check_push(repo: str, *, where: str = "", timeout_s: float = _ASK_S) -> None
         )
     api = HfApi()
     try:
-        who = within(timeout_s, api.whoami, f"{constants.ENDPOINT} to say whose the token is")
+        who = call_with_timeout(
+            timeout_s, api.whoami, f"{constants.ENDPOINT} to say whose the token is"
+        )
     except Exception as error:
         what = f"Hugging Face refuses the token: {_text(error)}"
         raise UserError(
@@ -94,13 +96,13 @@ def push(folder: Path, repo: str, *, message: str) -> str:
         )
 
     try:
-        url = within(
+        url = call_with_timeout(
             _ASK_S,
             lambda: api.create_repo(repo, private=True, exist_ok=True),
             f"{constants.ENDPOINT} to make the repository",
         )
         limit_s = _UPLOAD_S + size / _SLOWEST_BYTES_PER_S
-        within(limit_s, upload, f"{constants.ENDPOINT} to take {format_bytes(size)}")
+        call_with_timeout(limit_s, upload, f"{constants.ENDPOINT} to take {format_bytes(size)}")
     except Exception as error:
         raise UserError(
             f"the upload failed: {_text(error)}",

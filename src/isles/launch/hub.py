@@ -34,7 +34,7 @@ from isles.run.join_line import JoinLine
 from isles.run.owner import Record, owner_of
 from isles.run.process import ProcessId
 from isles.run.records import (
-    clear_errors,
+    explain_write_errors,
     read_any,
     read_own,
     read_record,
@@ -193,7 +193,7 @@ def open_hub(
     """
     asked: dict[str, object] = {"run": run, "settings": dict(settings), "listen": listen}
     asked |= {"announce": announce} | ({"run_file": run_file} if run_file else {})
-    with clear_errors(state):
+    with explain_write_errors(state):
         require_own(state)
     if (process := hub_process(state)) is not None:
         record = read_record(state / "process.json") or {}
@@ -213,7 +213,7 @@ def open_hub(
             where=sys.executable,
             fix="run pip install 'isles[train]', or in a clone pip install -e '.[train]'",
         )
-    with clear_errors(state):
+    with explain_write_errors(state):
         state.parent.mkdir(parents=True, exist_ok=True)
         make_own_folder(state, 0o700)
         write_secret(state / "settings.json", json.dumps(asked["settings"]))
@@ -245,7 +245,7 @@ def _launch(state: Path, record: Mapping[str, Any]) -> None:
     # Start it, and wait until it listens: it writes the join line again then.
     log, join = state / "hub.log", state / "join"
     begin, before = log.stat().st_size if log.exists() else 0, _changed_at(join)
-    with clear_errors(state):
+    with explain_write_errors(state):
         require_own(state)
         with open_own_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600) as stream:
             child = start_detached(record["command"], inherited(), stream, state)

@@ -37,7 +37,7 @@ from isles.run.find import own_runs
 from isles.run.nodes import Fleet, FleetNode, read_own_fleet
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
-from isles.run.records import clear_errors, read_record, write_record
+from isles.run.records import explain_write_errors, read_record, write_record
 from isles.run.state import attempt_state
 
 
@@ -86,7 +86,7 @@ def start_local(loaded: Loaded, options: StartOptions) -> Started | str:
     )
     if begun.note:
         options.print_line(begun.note)
-    with clear_errors(attempt.path):
+    with explain_write_errors(attempt.path):
         local_fleet(resolved, begun.resume_from).write(attempt)
     child = start_agent(
         attempt,
@@ -156,7 +156,7 @@ def start_agent(
     Raises:
         UserError: the machine cannot start a process.
     """
-    with clear_errors(attempt.path), attempt.agent_log.open("ab") as log:
+    with explain_write_errors(attempt.path), attempt.agent_log.open("ab") as log:
         child = start_detached(command, {**inherited(), **added}, log, attempt.path)
     write_launch(
         attempt,

@@ -42,7 +42,7 @@ from isles.run.live import ask_for_stacks
 from isles.run.nodes import read_own_fleet
 from isles.run.owner import owner_of, read_text, shown_only
 from isles.run.paths import Attempt, RunDir
-from isles.run.records import MAX_LIST_BYTES, clear_errors, read_record
+from isles.run.records import MAX_LIST_BYTES, explain_write_errors, read_record
 from isles.run.remote import MultiClusterRun, RemoteRun, last_report
 from isles.run.resolved import read_resolved
 from isles.run.state import number_of, run_state
@@ -245,7 +245,7 @@ def write_report(path: Path, bundle: Bundle) -> int:
             id="file.exists",
         )
     data = packed(bundle)
-    with clear_errors(path, "give another file: -o FILE"):
+    with explain_write_errors(path, "give another file: -o FILE"):
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with os.fdopen(handle, "wb") as stream:

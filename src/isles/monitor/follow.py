@@ -26,7 +26,7 @@ from isles.monitor.stop import Signals, Stopping, wait_for_end
 from isles.monitor.table import steps_text
 from isles.run.find import typed_name
 from isles.run.paths import Attempt, RunDir
-from isles.run.records import deleted, read_record
+from isles.run.records import error_if_deleted, read_record
 from isles.run.restarts import read_restart
 from isles.run.state import attempt_state, current_status, number_of, script_of
 
@@ -148,7 +148,7 @@ class RunFollower(Follower):
         self.close()
         if self._was_killed:
             return ExitCode.INTERRUPTED
-        if (error := deleted(self._attempt)) is not None:
+        if (error := error_if_deleted(self._attempt)) is not None:
             if self._process is not None and self._process.is_here():
                 wait_for_end(self._process, _DELETED_S)
             raise error

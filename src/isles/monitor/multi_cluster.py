@@ -36,7 +36,7 @@ from isles.run.claim import claimed
 from isles.run.entry import make_own_folder
 from isles.run.find import NUMBERED, next_run, numbered_runs, typed_name
 from isles.run.join_line import JoinLine
-from isles.run.records import clear_errors, write_secret, write_text_atomic
+from isles.run.records import explain_write_errors, write_secret, write_text_atomic
 from isles.run.remote import ClusterRun, MultiClusterRun, read_multi_cluster
 
 _HUB_POLL_S = 1.0
@@ -305,7 +305,7 @@ class MultiClusterStart:
 
     def _make_folder(self) -> None:
         path = self.run.path
-        with clear_errors(path):
+        with explain_write_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             if self.choice.is_resumed:
                 make_own_folder(path)
@@ -318,7 +318,7 @@ class MultiClusterStart:
 
     def _open_hub(self) -> JoinLine:
         if self._given_line is not None:
-            with clear_errors(self.run.join_file):
+            with explain_write_errors(self.run.join_file):
                 write_secret(self.run.join_file, self._given_line.secret_text())
             return self._given_line
         listen, announce = hub_place(self._loaded)

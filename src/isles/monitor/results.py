@@ -44,11 +44,11 @@ def list_(run: Run = None, /, *, output_dir: RunsDir = RUNS) -> int:
     if (copy := _copy_of(found)) is None:
         return ExitCode.OK
     from isles.monitor.table import copy_lines
-    from isles.run.bucket import ANSWER_S, in_words
-    from isles.run.objects import within
+    from isles.run.bucket import ANSWER_S, explain_bucket_errors
+    from isles.run.objects import call_with_timeout
 
-    with in_words(copy.url):
-        print_line("\n".join(within(ANSWER_S, lambda: copy_lines(copy), "its answer")))
+    with explain_bucket_errors(copy.url):
+        print_line("\n".join(call_with_timeout(ANSWER_S, lambda: copy_lines(copy), "its answer")))
     return ExitCode.OK
 
 
@@ -100,7 +100,7 @@ def verify(
 @checkpoint.command
 def push(run: Run = None, /, *, output_dir: RunsDir = RUNS) -> int:
     """Upload the missing checkpoints of an ended run to checkpoint.remote."""
-    from isles.run.bucket import in_words
+    from isles.run.bucket import explain_bucket_errors
     from isles.run.exported import unsent_reason
     from isles.run.find import typed_name
     from isles.run.state import run_state
@@ -114,7 +114,7 @@ def push(run: Run = None, /, *, output_dir: RunsDir = RUNS) -> int:
         return ExitCode.OK
     copy, config = _needed_copy(found), _config_of(found)
     sender = Uploader(copy, found, keep=config.checkpoint.keep, note=note, typed=typed_name(found))
-    with in_words(copy.url):
+    with explain_bucket_errors(copy.url):
         sender.take(print_line)
     names = ["model", "loss.png", "summary.json"] if found.summary.is_file() else []
     unsent = unsent_reason(found) if found.model.exists() else ""
@@ -240,12 +240,12 @@ def _needed_copy(run_dir: RunDir) -> RunStore:
 def _verify_copy(run_dir: RunDir, step: int | None) -> int:
     from tempfile import TemporaryDirectory
 
-    from isles.run.bucket import in_words
+    from isles.run.bucket import explain_bucket_errors
     from isles.run.paths import RunDir
-    from isles.run.records import clear_errors
+    from isles.run.records import explain_write_errors
 
     copy, code = _needed_copy(run_dir), ExitCode.OK
-    with in_words(copy.url), clear_errors(run_dir.path):
+    with explain_bucket_errors(copy.url), explain_write_errors(run_dir.path):
         steps = [each for each in copy.steps() if step in (None, each)]
         for each in steps:
             with TemporaryDirectory(prefix=".verify-", dir=run_dir.path) as folder:

@@ -22,7 +22,7 @@ from isles.plan.model import model_facts, shape_of
 from isles.plan.report import Plan, Price, make_plan, record
 from isles.plan.show import text_of
 from isles.plan.simulate.fleet import Planned
-from isles.run.records import clear_errors, write_text_atomic
+from isles.run.records import explain_write_errors, write_text_atomic
 
 Write = Callable[[str | Text], object]
 
@@ -211,7 +211,9 @@ def _apply(
             where=str(run_file),
             fix="remove the value on the command line, or of a cluster, that overrides it",
         )
-    with clear_errors(run_file, "copy the file to a writable folder; isles did not change it"):
+    with explain_write_errors(
+        run_file, "copy the file to a writable folder; isles did not change it"
+    ):
         write_text_atomic(run_file.resolve(), text)
     if options.as_json:
         write(

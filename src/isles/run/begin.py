@@ -16,7 +16,7 @@ from typing import Any
 from isles.config.foreign import open_regular
 from isles.config.resolve import Resolved, dump_resolved
 from isles.run.bring import bring_records, drop_staged
-from isles.run.bucket import in_words
+from isles.run.bucket import explain_bucket_errors
 from isles.run.choose import Begun, choose_run, refuse_running
 from isles.run.claim import claimed
 from isles.run.entry import make_own_folder
@@ -24,7 +24,7 @@ from isles.run.find import NUMBERED, is_run_dir
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import (
-    clear_errors,
+    explain_write_errors,
     read_record,
     refuse_long,
     write_record,
@@ -83,7 +83,7 @@ def begin_run(resolved: Resolved, run_file_text: str, resume: str, *, join: str 
         UserError: see `choose_run`, or the directory is not writable.
     """
     begun = choose_run(resolved, resume)
-    with clear_errors(begun.run_dir.path):
+    with explain_write_errors(begun.run_dir.path):
         begun.run_dir.path.parent.mkdir(parents=True, exist_ok=True)
         if begun.resumed:
             run_dir, is_made = begun.run_dir, make_own_folder(begun.run_dir.path)
@@ -93,7 +93,7 @@ def begin_run(resolved: Resolved, run_file_text: str, resume: str, *, join: str 
         try:
             drop_staged(run_dir)
             if begun.found is not None:
-                with in_words(begun.found.copy.url):
+                with explain_bucket_errors(begun.found.copy.url):
                     bring_records(begun.found.copy, run_dir)
             if is_new:
                 write_text_atomic(run_dir.run_file, run_file_text)
@@ -133,7 +133,7 @@ def new_attempt(
         UserError: the run is running, the folder cannot be written, or a record is too long.
     """
     folder = run_dir.path / "attempts"
-    with clear_errors(folder):
+    with explain_write_errors(folder):
         folder.mkdir(exist_ok=True)
         first = _first_run_file(run_dir)
         while True:
@@ -199,7 +199,7 @@ def write_launch(
         **claim_of(attempt),
         "resumed_from": str(resumed_from) if resumed_from else None,
     }
-    with clear_errors(attempt.path):
+    with explain_write_errors(attempt.path):
         write_record(attempt.launch, record)
 
 

@@ -41,10 +41,10 @@ from isles.run.manifest import (
     number_of,
     step_of,
 )
-from isles.run.objects import StoreError, open_store, within
+from isles.run.objects import StoreError, call_with_timeout, open_store
 from isles.run.paths import RunDir
 from isles.run.process import ProcessId
-from isles.run.records import clear_errors, parse_record, read_record, write_bytes_atomic
+from isles.run.records import explain_write_errors, parse_record, read_record, write_bytes_atomic
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class RunStore:
 
     def __init__(self, url: str, name: str) -> None:
         self.url, self.name = f"{url.rstrip('/')}/{name}", name
-        with in_words(self.url):
+        with explain_bucket_errors(self.url):
             self.store = open_store(url, f"{KEY} {url}", name)
 
     def record(self, name: str) -> dict[str, Any] | None:
@@ -239,7 +239,7 @@ def _read_below(folder: Path, path: Path) -> bytes | None:
 
 
 @contextmanager
-def in_words(url: str) -> Iterator[None]:
+def explain_bucket_errors(url: str) -> Iterator[None]:
     """Raise a UserError with a fix instead of an error of a bucket."""
     try:
         yield
@@ -420,8 +420,8 @@ def find_newest(url: str, name: str) -> BucketRun | None:
                 return found
         return None
 
-    with in_words(url):
-        return within(ANSWER_S, look, "its answer")
+    with explain_bucket_errors(url):
+        return call_with_timeout(ANSWER_S, look, "its answer")
 
 
 def find_named(url: str, name: str) -> BucketRun | None:
@@ -432,8 +432,8 @@ def find_named(url: str, name: str) -> BucketRun | None:
     """
     if (match := NUMBERED.fullmatch(name)) is None:
         return None
-    with in_words(url):
-        return within(
+    with explain_bucket_errors(url):
+        return call_with_timeout(
             ANSWER_S, lambda: BucketRun(RunStore(url, name), int(match["number"])), "its answer"
         )
 
@@ -453,7 +453,7 @@ def bring_newer(
         UserError: the bucket does not provide it, or isles cannot write it to this disk.
     """
     limit = (read_record(run_dir.remote) or {}).get("forget_after")
-    with in_words(copy.url), clear_errors(run_dir.checkpoints):
+    with explain_bucket_errors(copy.url), explain_write_errors(run_dir.checkpoints):
         steps = [s for s in copy.steps() if s > than and (limit is None or s <= limit)]
         for step in reversed(steps):
             faults = copy.bring(step, run_dir, report)
@@ -474,7 +474,7 @@ def bring_asked(
     step = step_of(folder.name)
     if folder.is_dir() or step is None:
         return
-    with in_words(copy.url), clear_errors(run_dir.checkpoints):
+    with explain_bucket_errors(copy.url), explain_write_errors(run_dir.checkpoints):
         if faults := copy.bring(step, run_dir, report):
             raise TrainingError(
                 f"the checkpoint of step {step} is broken: {'; '.join(faults)}",

@@ -35,7 +35,7 @@ from isles.run.find import (
 from isles.run.manifest import step_of
 from isles.run.owner import read_text
 from isles.run.paths import RunDir
-from isles.run.records import clear_errors, read_record
+from isles.run.records import explain_write_errors, read_record
 from isles.run.state import AttemptState, Clock, run_state
 
 
@@ -128,7 +128,7 @@ def refuse_running(run_dir: RunDir, state: AttemptState, now: Clock) -> None:
 
 def _next_run(resolved: Resolved, found: BucketRun | None = None) -> RunDir:
     output_dir, name = Path(resolved.config.output_dir).expanduser(), resolved.config.name
-    with clear_errors(output_dir):
+    with explain_write_errors(output_dir):
         return RunDir(next_run(output_dir, name, above=found.number if found is not None else 0))
 
 
@@ -139,7 +139,7 @@ def _choose_auto(resolved: Resolved, now: Clock) -> Begun:
         note = f"{run_dir.name} {why}. Starting a new run, {fresh.name}{more}"
         return Begun(fresh, resumed=False, note=note)
 
-    with clear_errors(output_dir):
+    with explain_write_errors(output_dir):
         # A directory without an attempt was never started, or another process is creating it now.
         started = own_runs(output_dir, name)
     found, unasked = _find_copy(resolved, is_needed=not started)

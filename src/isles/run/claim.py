@@ -25,7 +25,7 @@ from isles.errors import UserError
 from isles.facts.units import printable
 from isles.run.entry import require_own
 from isles.run.process import ProcessId
-from isles.run.records import clear_errors
+from isles.run.records import explain_write_errors
 
 _PATIENCE_S, _LOOK_S = 10.0, 0.05
 """Longest wait for the claim of another start, and the pause between two looks at it."""
@@ -60,7 +60,7 @@ def claimed(output_dir: Path, name: str) -> Iterator[None]:
 
 def _take(claim: Path, token: str, name: str) -> bool:
     staged = claim.with_name(f"{claim.name}-{token}")
-    with clear_errors(claim.parent):
+    with explain_write_errors(claim.parent):
         try:
             claim.parent.mkdir(parents=True, exist_ok=True)
             staged.mkdir()

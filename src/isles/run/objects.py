@@ -435,7 +435,7 @@ def _looks_before_it_writes(fs: Any) -> bool:
     return own.pipe_file is AbstractFileSystem.pipe_file
 
 
-def within(limit_s: float, work: Callable[[], T], waits_for: str) -> T:
+def call_with_timeout(limit_s: float, work: Callable[[], T], waits_for: str) -> T:
     """Call a function in a thread with a timeout, for libraries without timeouts.
 
     Raises:

@@ -117,7 +117,7 @@ def write_new(path: Path, text: str, *, force: bool) -> None:
             fix="add --force, or give another --output",
             id="file.exists",
         )
-    with clear_errors(path, "give another --output"):
+    with explain_write_errors(path, "give another --output"):
         write_text_atomic(path, text)
 
 
@@ -277,7 +277,7 @@ def read_metrics(path: Path, last_bytes: int | None = None) -> Iterator[dict[str
 
 
 @contextmanager
-def clear_errors(path: Path, instead: str = "set another output_dir") -> Iterator[None]:
+def explain_write_errors(path: Path, instead: str = "set another output_dir") -> Iterator[None]:
     """Raise a UserError with a fix in place of an OSError of a write below `path`."""
     try:
         yield
@@ -357,7 +357,7 @@ def how_to_write(why: str, folder: str) -> str:
     return ""
 
 
-def deleted(attempt: Attempt) -> TrainingError | None:
+def error_if_deleted(attempt: Attempt) -> TrainingError | None:
     """The error of an attempt whose folder was deleted or moved, or None while it exists."""
     try:
         attempt.path.stat()

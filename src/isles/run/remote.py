@@ -24,7 +24,7 @@ from isles.run.paths import RunDir, is_file
 from isles.run.records import (
     MAX_SHOWN_BYTES,
     as_kind,
-    clear_errors,
+    explain_write_errors,
     read_any,
     read_own,
     write_record,
@@ -126,7 +126,7 @@ def _file_name(run: RemoteRun) -> str:
 def write_remote(output_dir: Path, run: RemoteRun) -> RemoteRun:
     """Record a run, and return it like `list_remotes`. UserError: the record is not writable."""
     path = _own_folder(output_dir) / _file_name(run)
-    with clear_errors(path.parent):
+    with explain_write_errors(path.parent):
         output_dir.mkdir(parents=True, exist_ok=True)
         make_own_folder(path.parent)
         record = asdict(run)
@@ -273,7 +273,7 @@ class MultiClusterRun:
     def write(self) -> None:
         """Write its record. UserError: the record is not writable."""
         record = {k: v for k, v in asdict(self).items() if k not in ("path", "owner")}
-        with clear_errors(self.path):
+        with explain_write_errors(self.path):
             write_record(self.path / _CLUSTERS, record)
 
 

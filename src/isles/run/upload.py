@@ -34,7 +34,7 @@ from isles.run.checkpoints import (
     read_checkpoint,
 )
 from isles.run.manifest import MANIFEST, FileFacts
-from isles.run.objects import StoreError, within
+from isles.run.objects import StoreError, call_with_timeout
 from isles.run.paths import RunDir
 from isles.run.records import MAX_LIST_BYTES, read_record, write_record
 
@@ -193,7 +193,9 @@ class Uploader:
         while not self._over.wait(BEAT_S) and not self._is_lost:
             try:
                 if self._owner is not None:
-                    within(ANSWER_S, self._owner.beat, f"{self.copy.url} to accept a few bytes")
+                    call_with_timeout(
+                        ANSWER_S, self._owner.beat, f"{self.copy.url} to accept a few bytes"
+                    )
             except TakenOver as error:
                 self._lose(error)
             except Exception as error:

@@ -170,11 +170,11 @@ class Watchdog:
             except Exception:  # a thread's top level: no bug in here may end a run
                 log.exception("the watchdog failed; the run continues without it")
                 break
-            self._aside(self._show)
-            self._aside(self._view)
+            self._in_background(self._show)
+            self._in_background(self._view)
         self._store = None
 
-    def _aside(self, work: Callable[[], None]) -> None:
+    def _in_background(self, work: Callable[[], None]) -> None:
         # For watchers: an error here must not stop the watchdog.
         try:
             work()

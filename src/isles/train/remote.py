@@ -9,7 +9,7 @@ from isles.checkpoint.load import latest_good, sound_checkpoint
 from isles.config.sections.output import CheckpointConfig
 from isles.dist.world import World, work_together
 from isles.errors import ExitCode, TrainingError, UserError
-from isles.run.bucket import RunStore, bring_asked, bring_newer, in_words
+from isles.run.bucket import RunStore, bring_asked, bring_newer, explain_bucket_errors
 from isles.run.checkpoints import CheckpointInfo, list_checkpoints
 from isles.run.find import typed_name
 from isles.run.paths import RunDir
@@ -49,7 +49,7 @@ def find_checkpoint_to_load(
         name = typed_name(run_dir)
         kept.append(Uploader(copy, run_dir, keep=config.keep, note=recorder.note, typed=name))
         try:
-            with in_words(copy.url):
+            with explain_bucket_errors(copy.url):
                 kept[0].take(report)
             if asked is not None:
                 bring_asked(copy, run_dir, asked, report)

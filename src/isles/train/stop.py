@@ -17,7 +17,7 @@ from isles.config.sections.run import RunConfig
 from isles.dist.world import World
 from isles.errors import ExitCode
 from isles.run.paths import Attempt
-from isles.run.records import deleted
+from isles.run.records import error_if_deleted
 from isles.run.stop import StopKind, read_stop_request
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class StopSignals:
         # end the rank, because no agent may be left to end it.
         last: StopKind | None = None
         while not self._is_over.wait(_LOOK_S):
-            if (gone := deleted(attempt)) is not None:
+            if (gone := error_if_deleted(attempt)) is not None:
                 log.error("%s", gone)
                 os._exit(gone.exit_code)
             try:

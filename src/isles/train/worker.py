@@ -27,7 +27,7 @@ from isles.run.live import Tell
 from isles.run.outcome import end, end_without_agent, error_record
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
-from isles.run.records import deleted, write_record
+from isles.run.records import error_if_deleted, write_record
 from isles.run.restarts import LastStep, read_last_step, read_restart
 from isles.train.build import build
 from isles.train.finish import finish
@@ -182,7 +182,7 @@ def _compare_configs(resolved: Resolved, world: World) -> None:
 
 def record_error(attempt: Attempt, env: RankEnv, error: Exception) -> int:
     """Record an error for the search of the root cause; returns the exit code."""
-    error = deleted(attempt) or error  # a later failure is a consequence
+    error = error_if_deleted(attempt) or error  # a later failure is a consequence
     named = _as_user_error(error)
     is_communication = is_communication_error(error)
     exit_code = int(named.exit_code if named else ExitCode.TRAINING)

@@ -23,7 +23,7 @@ from isles.facts.buckets import FIXES
 from isles.launch.answers import parse_answer
 from isles.launch.hub import own_addresses, split_address
 from isles.launch.ssh.hosts import Reach, choose_addresses
-from isles.run.objects import StoreError, open_store, probe, within
+from isles.run.objects import StoreError, call_with_timeout, open_store, probe
 
 _CONNECT_S, _BUCKET_S = 5.0, 12.0
 _FIREWALLS = ("ufw", "firewall-cmd", "nft", "iptables")
@@ -207,7 +207,7 @@ def dial_bucket(url: str) -> dict[str, Any]:
         return bool(store.names("journal/"))
 
     try:
-        has_run = within(_BUCKET_S, write, "its answer")
+        has_run = call_with_timeout(_BUCKET_S, write, "its answer")
     except StoreError as error:
         return {"state": error.kind, "what": error.what}
     except MissingDependencyError as error:

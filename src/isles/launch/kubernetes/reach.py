@@ -26,7 +26,7 @@ from isles.facts.terminal import show_streams
 from isles.launch.kubernetes.kubectl import Kubectl, not_running
 from isles.launch.ssh.shell import SSH_FAILED
 from isles.run.env import IN_POD, state_home
-from isles.run.records import clear_errors, read_own, write_record
+from isles.run.records import explain_write_errors, read_own, write_record
 
 _READER_S = 180.0
 """Longest wait for a pod that is created to read a run."""
@@ -58,7 +58,7 @@ class RunLocation:
     def write(self, destination: str) -> None:
         """Save it under a destination. UserError: it cannot be written."""
         path = _path(destination)
-        with clear_errors(path.parent):
+        with explain_write_errors(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_record(path, asdict(self))
 

@@ -27,7 +27,7 @@ from isles.run.env import SkyStart, settle_home, take_sky_start
 from isles.run.find import find_attempt
 from isles.run.nodes import FleetNode
 from isles.run.process import ProcessId
-from isles.run.records import clear_errors
+from isles.run.records import explain_write_errors
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -77,7 +77,7 @@ def _begin(options: argparse.Namespace, start: SkyStart, text: str) -> list[str]
     fleet = make_fleet(resolved, nodes, port=cluster.network.port, resume_from=begun.resume_from)
     command = [sys.executable, "-m", "isles.agent", str(run_dir.path.absolute())]
     command += ["--attempt", str(attempt.number)]
-    with clear_errors(attempt.path):
+    with explain_write_errors(attempt.path):
         fleet.write(attempt)
     # The agent replaces this process, and keeps its pid.
     write_launch(

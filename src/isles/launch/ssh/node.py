@@ -30,7 +30,7 @@ from isles.run.outcome import end, error_record
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import (
-    clear_errors,
+    explain_write_errors,
     read_record,
     write_record,
     write_secret,
@@ -139,7 +139,7 @@ class NodeStart:
         fleet = Fleet.of({**args["fleet"], "resume_from": found["resumed_from"]})
         if not args["dry_run"]:
             self._attempt, self._is_first = attempt, True
-            with clear_errors(attempt.path):
+            with explain_write_errors(attempt.path):
                 fleet.write(attempt)
             first = read_record(begun.run_dir.attempts()[0].launch) or {}
             found["begun_at"] = (read_record(attempt.launch) or {}).get("begun_at")
@@ -171,7 +171,7 @@ class NodeStart:
         with self._lock:
             if self._is_given_up:
                 raise UserError("the start was given up")
-            with clear_errors(log), log.open("ab") as stream:
+            with explain_write_errors(log), log.open("ab") as stream:
                 environ = {**args["variables"], **os.environ}
                 child = start_detached(command, environ, stream, attempt.path)
             process = ProcessId.of(child.pid)
@@ -317,7 +317,7 @@ def _write_launch(attempt: Attempt, process: ProcessId, fleet: Fleet, command: l
         "launcher": fleet.launcher,
         "hosts": [node.ssh for node in fleet.nodes],
     }
-    with clear_errors(attempt.path):
+    with explain_write_errors(attempt.path):
         write_record(attempt.launch, record)
 
 
@@ -346,7 +346,7 @@ def make_place(run_dir: RunDir, attempt: Attempt, args: dict[str, Any]) -> bool:
     """
     path = run_dir.path
     mark = {"first_node": args["fleet"]["nodes"][0]["name"], "born_at": args["born_at"]}
-    with clear_errors(path):
+    with explain_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         # Only nodes of the same user share a lock, so another user cannot block it.
         lock_file = path.with_name(f".{path.name}.{os.geteuid()}.lock")

@@ -31,7 +31,7 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from isles.errors import ExitCode, UserError
 from isles.monitor.live.model import Snapshot
-from isles.run.records import clear_errors, write_secret
+from isles.run.records import explain_write_errors, write_secret
 
 if TYPE_CHECKING:
     from isles.monitor.live.source import Watch
@@ -106,7 +106,7 @@ def export(snapshots: Sequence[Snapshot], path: Path) -> None:
     code = "".join(f"<script>{script}</script>" for script in scripts)
     before, _, behind = page.partition(_SCRIPTS)
     page = f"{before}{element}</script>{code}{behind}"
-    with clear_errors(path, "name another file: --export run.html"):
+    with explain_write_errors(path, "name another file: --export run.html"):
         if path.exists() and not (path.is_file() and _is_saved(path)):
             raise UserError(
                 "the file exists, and is not a page that isles has saved",

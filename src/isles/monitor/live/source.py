@@ -22,7 +22,7 @@ from isles.monitor.stream import shown_lines
 from isles.run.find import run_of, typed_name
 from isles.run.live import ask_for_stacks
 from isles.run.paths import RunDir
-from isles.run.records import MAX_LIST_BYTES, clear_errors, read_record
+from isles.run.records import MAX_LIST_BYTES, explain_write_errors, read_record
 from isles.run.remote import MultiClusterRun, RemoteRun, read_multi_cluster
 from isles.run.state import number_of, script_of
 
@@ -228,7 +228,7 @@ def stack_of(run: RunDir | RemoteRun, rank: int) -> str:
     attempt = run.last_attempt()
     answer: dict[str, Any] = {}
     if attempt is not None:
-        with clear_errors(attempt.path):
+        with explain_write_errors(attempt.path):
             asked_at = ask_for_stacks(attempt)
         end = time.monotonic() + _STACK_S
         while time.monotonic() < end:
