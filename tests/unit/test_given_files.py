@@ -131,7 +131,7 @@ WRITTEN: dict[str, tuple[list[str], list[Write]]] = {
     ".arrow": ([], [arrow, stream, feather]),
     "a folder": ([], []),
     ".txt": ([], [plain]),
-    "the same": ([".txt", ".md"], [lines, array]),
+    "a text ending": ([".txt", ".md"], [lines, array]),
     "no known ending, such as": (["part-00000", "a.dat"], [lines, array, parquet, arrow]),
     "no known ending, with": (["a", "a.log"], [plain]),
     ".zip": ([], [lines]),
