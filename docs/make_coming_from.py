@@ -90,9 +90,12 @@ def _says_more(note: str, target: str) -> bool:
 
 
 def _moved(targets: list[str]) -> Iterator[str]:
-    if targets:
-        yield "\nThese keys keep their names, in another section or without a prefix:"
-        yield f"{_names(dict.fromkeys(targets))}."
+    names = _names(dict.fromkeys(targets))
+    if "," in names:
+        yield "\nThese names differ only in their section or prefix. In isles, they are:"
+        yield f"{names}."
+    elif names:
+        yield f"\nOne more name differs only in its section or prefix. In isles, it is {names}."
 
 
 def _missing(found: dict[str, list[str]]) -> Iterator[str]:

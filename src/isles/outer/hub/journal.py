@@ -215,6 +215,7 @@ def damaged(path: Path, what: str) -> ConfigError:
     return ConfigError(
         f"the hub's memory is damaged: {what}",
         where=str(path),
-        fix="restore a copy if you have one. Otherwise move the file away, start the hub again, "
-        "and then the clusters, with the cluster that has applied the most rounds first",
+        fix="restore a copy if you have one. Otherwise move the file away, with the folder rounds "
+        "next to it, start the hub again, and then the clusters, with the cluster that has applied "
+        "the most rounds first",
     )
