@@ -21,6 +21,12 @@ from tests.each import each
 
 GB = 10**9
 
+_VIEWS = {"__get__", "t", "unsqueeze", "split"}
+_FEW = {"gather", "scatter_"}
+"""Read or write one number of each row."""
+
+_PRODUCTS = {"linear", "addmm_", "__matmul__", "matmul"}
+
 
 class Traffic(TorchFunctionMode):
     """Counts the bytes that functions read and write of tensors of one shape.
@@ -36,8 +42,8 @@ class Traffic(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.__name__
-        if name not in ("__get__", "t", "device", "unsqueeze", "split", "dim"):
-            reads = [] if name in ("linear", "addmm_", "__matmul__", "matmul") else [*args]
+        if name not in _VIEWS and name not in _FEW:
+            reads = [] if name in _PRODUCTS else [*args]
             written = [(kwargs or {}).get("out", result)]
             self.bytes += sum(self._size(x) for x in tree_leaves([reads, written]))
         return result
