@@ -63,7 +63,7 @@ def test_chunks_of_the_loss_grow_with_the_memory_of_the_card(gigabytes, least_to
     assert chunk_tokens(128_256, 0) == 2**25 // 128_256  # a CPU
 
 
-def test_the_loss_moves_few_bytes_for_each_logit():
+def test_the_loss_moves_few_bytes_for_each_logit(monkeypatch):
     tokens, vocab, hidden = 2048, 128_256, 64
     with torch.device("meta"):
         head = nn.Linear(hidden, vocab, bias=False, dtype=torch.bfloat16)
@@ -73,10 +73,8 @@ def test_the_loss_moves_few_bytes_for_each_logit():
     with Traffic(logits.shape) as plain:
         head_module._turn_plainly(logits, targets)
     assert plain.bytes / logits.numel() == 12
-    head_module.chunk_tokens, kept = lambda vocab, gpu_bytes: tokens, head_module.chunk_tokens
-    try:
-        with Traffic(logits.shape) as whole:
-            head_module._fused_loss_sum(states, head, targets, may_ignore=False)
-    finally:
-        head_module.chunk_tokens = kept
+    monkeypatch.setattr(head_module, "chunk_tokens", lambda vocab, gpu_bytes: tokens)
+    with Traffic(logits.shape) as whole:
+        apply = head_module._FusedLoss.apply
+        apply(states, head.weight, None, targets, torch.bfloat16, True, False)
     assert whole.bytes / logits.numel() <= 16
