@@ -61,8 +61,7 @@ def assert_same(mine: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: f
     ("cohere", {"logit_scale": 0.25}),  # after the head
 )
 def test_losses_and_their_gradients_are_those_of_whole_logits(kind, settings, *, monkeypatch):
-    monkeypatch.setattr(head_module, "_CHUNK_LOGITS", 7 * V)
-    monkeypatch.setattr(head_module, "_LEAST_TOKENS", 1)
+    monkeypatch.setattr(head_module, "chunk_tokens", lambda vocab, gpu_bytes: 7)
     model = build(kind, **settings)
     model.lm_head.weight.requires_grad_("is_frozen" not in settings)
     twin, head = copy.deepcopy(model), LossHead(model)

@@ -29,6 +29,7 @@ class Resources:
     local_world_size: int
     memory_bytes: int
     link_bytes_per_s: float | None
+    has_gpus: bool = False
 
     @property
     def usable_bytes(self) -> int:
@@ -51,7 +52,15 @@ def needed_bytes(
     """Memory of a rank under a strategy, with micro-batches of one sequence."""
     layout = make_layout(strategy, machine.world_size, local_world_size=machine.local_world_size)
     steps = -(-config.training.global_batch_size // layout.dp_size)
-    memory = step_memory(model, config, strategy, layout, rows=1, micro_batches=steps)
+    memory = step_memory(
+        model,
+        config,
+        strategy,
+        layout,
+        rows=1,
+        micro_batches=steps,
+        gpu_bytes=machine.memory_bytes if machine.has_gpus else 0,
+    )
     return int(memory.peak.total)
 
 

@@ -58,13 +58,14 @@ def architecture(config: RunConfig, shape: dict[str, Any]) -> Architecture:
 
 
 def setting_of(
-    config: RunConfig, layout: Layout, *, rows: int, micro_batches: int
+    config: RunConfig, layout: Layout, *, rows: int, micro_batches: int, gpu_bytes: int = 0
 ) -> MemorySettings:
     """The inputs of a step's memory.
 
     Args:
         rows: samples of a micro-batch, or pairs of preferences.
         micro_batches: micro-batches of a rank in a step.
+        gpu_bytes: memory of the GPU; 0 on a CPU.
     """
     training, adapter = config.training, config.adapter
     per_sample = 2 if training.method == "dpo" else 1
@@ -93,6 +94,7 @@ def setting_of(
         has_dropout=adapter.dropout > 0,
         is_packed=layout.cp == 1 and isolates_any(config.data),
         trains_ends=bool(adapter.modules_to_save),
+        gpu_bytes=gpu_bytes,
     )
 
 
@@ -252,6 +254,7 @@ def step_memory(
     *,
     rows: int,
     micro_batches: int = 2,
+    gpu_bytes: int = 0,
 ) -> StepMemory:
     """The memory of a rank in a step, for plan, check and the start of a run.
 
@@ -260,6 +263,8 @@ def step_memory(
         rows: samples of a micro-batch.
         micro_batches: of a rank in a step.
     """
-    setting = setting_of(config, layout, rows=rows, micro_batches=micro_batches)
+    setting = setting_of(
+        config, layout, rows=rows, micro_batches=micro_batches, gpu_bytes=gpu_bytes
+    )
     holding = holding_of(config, strategy, layout, model, micro_batches)
     return memory_of(model, setting, holding)

@@ -27,6 +27,13 @@ log = logging.getLogger(__name__)
 _FIRST_LOOK_S, _LOOK_S = 0.02, 0.5
 
 
+def gpu_bytes(device: torch.device) -> int:
+    """Memory of a GPU; 0 for a CPU."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
 @dataclass(frozen=True, slots=True)
 class World:
     """This rank's position, and the process groups through which it communicates.

@@ -110,6 +110,12 @@ def add_adapter(model: Any, adapter: AdapterConfig, *, dtype: torch.dtype, name:
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
+    for module in model.modules():
+        # peft would cast every input to fp32, and autocast or FSDP2's policy casts it back: two
+        # more passes over each layer's input, for the same gradients bit for bit.
+        # DoRA computes with the input's own type.
+        if hasattr(module, "cast_input_dtype_enabled") and not adapter.use_dora:
+            module.cast_input_dtype_enabled = False
 
 
 def base_name(name: str) -> str | None:

@@ -215,7 +215,8 @@ def chosen(job: Job, config: RunConfig) -> tuple[Strategy, str]:
         + [machines.network.bytes_per_s] * (len(machines.hosts) > 1)
     )
     least = int(min(own for own in memory if own is not None))
-    return choose_strategy(job.model, config, Resources(world, local, least, link))
+    has_gpus = all(device.is_cuda for device in machines.devices)
+    return choose_strategy(job.model, config, Resources(world, local, least, link, has_gpus))
 
 
 class _Step:
@@ -225,7 +226,7 @@ class _Step:
         self._job, self._config, self._strategy, self._layout = job, config, strategy, layout
         self._devices = job.machines.devices
         self._hosts = [host.name for host in job.machines.hosts for _ in host.devices]
-        self._memories: dict[tuple[int, int], StepMemory] = {}
+        self._memories: dict[tuple[int, int, int], StepMemory] = {}
         self._is_narrow = config.training.precision != "32-true"
         self._in_step = not (isinstance(strategy, DDPStrategyConfig) and layout.pp == 1)
 
@@ -246,8 +247,8 @@ class _Step:
                 device=device,
                 rows=rows[rank],
                 micro_batch=micro[rank],
-                memory=self._memory(micro[rank], steps[rank]),
-                least=self._least(micro[rank], rows[rank]),
+                memory=self._memory(device, micro[rank], steps[rank]),
+                least=self._least(device, micro[rank], rows[rank]),
                 limit_bytes=limit_of(device),
                 context_bytes=self._context(device),
                 busy_s=busy[rank],
@@ -270,10 +271,11 @@ class _Step:
         # Count the work of all ranks that share the model; `roofline.py` divides it.
         return Count(model, setting, replace(holding, tensor=1))
 
-    def _memory(self, rows: int, steps: int) -> StepMemory:
+    def _memory(self, device: Device, rows: int, steps: int) -> StepMemory:
         # Without a pipeline, memory depends only on whether there are several micro-batches.
         steps = steps if self._layout.pp > 1 else min(steps, 2)
-        key = (rows, steps)
+        gpu_bytes = int(device.memory_bytes or 0) if device.is_cuda else 0
+        key = (gpu_bytes, rows, steps)
         if key not in self._memories:
             self._memories[key] = step_memory(
                 self._job.model,
@@ -282,6 +284,7 @@ class _Step:
                 self._layout,
                 rows=rows,
                 micro_batches=steps,
+                gpu_bytes=gpu_bytes,
             )
         return self._memories[key]
 
@@ -320,25 +323,26 @@ class _Step:
         if not self._devices[rank].is_cuda:
             most = min(_CPU_ROWS, rows)
         else:
-            most = self._largest(min(rows, _MOST_ROWS), limit_of(self._devices[rank]))
+            most = self._largest(self._devices[rank], min(rows, _MOST_ROWS))
         # Make the micro-batches equally large.
         return -(-rows // -(-rows // most))
 
-    def _least(self, micro: int, rows: int) -> StepMemory:
+    def _least(self, device: Device, micro: int, rows: int) -> StepMemory:
         if self._config.training.micro_batch_size == "auto":
             micro = 1
-        return self._memory(micro, max(1, -(-rows // micro)))
+        return self._memory(device, micro, max(1, -(-rows // micro)))
 
-    def _largest(self, rows: int, limit: float | None) -> int:
+    def _largest(self, device: Device, rows: int) -> int:
         # Most rows that fit on a device. 1 if none fit, or if its memory is unknown.
+        limit = limit_of(device)
         if limit is None:
             return 1
-        if self._memory(rows, 1).peak.total <= limit:
+        if self._memory(device, rows, 1).peak.total <= limit:
             return rows
         low, high = 1, rows
         while high - low > 1:
             middle = (low + high) // 2
-            if self._memory(middle, max(2, -(-rows // middle))).peak.total <= limit:
+            if self._memory(device, middle, max(2, -(-rows // middle))).peak.total <= limit:
                 low = middle
             else:
                 high = middle

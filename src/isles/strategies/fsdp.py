@@ -105,8 +105,11 @@ def shard_model(
     blocks = find_blocks(model, config.transformer_layer_cls_to_wrap)
     for block in reversed(blocks):  # of nested blocks the inner one first
         fully_shard(block, **options, reshard_after_forward=reshards)
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     for end in _ends(model):
-        fully_shard(end, **options, reshard_after_forward=reshards)
+        # The backward pass begins with the head, whose gradient is known already: to free its
+        # weights after the forward pass would gather them again, before anything could hide it.
+        fully_shard(end, **options, reshard_after_forward=reshards and end is not head)
     # Backward begins with the root, so a release after forward would only gather it again.
     fully_shard(model, **options, reshard_after_forward=False)
     _prefetch(blocks, config)

@@ -20,13 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from isles.dist.batch import IGNORE_INDEX
+from isles.dist.world import gpu_bytes
+from isles.facts.memory.step import chunk_tokens
 
 log = logging.getLogger(__name__)
-
-_CHUNK_LOGITS = 2**25
-"""Number of logits in memory at a time: 128 MiB in fp32."""
-
-_LEAST_TOKENS = 128
 
 _SIGN = 1.5
 """Placeholder for logits, to test whether a model returns its head's output unchanged."""
@@ -194,7 +191,7 @@ def _is_plain(head: Any) -> bool:
 def _chunks(
     hidden_NH: Tensor, targets_N: Tensor, vocab_size: int
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    size = max(_LEAST_TOKENS, _CHUNK_LOGITS // vocab_size)
+    size = chunk_tokens(vocab_size, gpu_bytes(hidden_NH.device))
     return torch.split(hidden_NH, size), torch.split(targets_N, size)
 
 
@@ -242,30 +239,26 @@ class _FusedLoss(torch.autograd.Function):
         grad_bias = _zeros_fp32(bias_V) if wants[2] and bias_V is not None else None
         start = 0
         narrow_NH = hidden_NH.to(weight.dtype)
+        bias = None if bias_V is None else bias_V.to(weight.dtype)
         for hidden_CH, targets_C in zip(
             *_chunks(narrow_NH, targets_N, weight_VH.shape[0]), strict=True
         ):
-            logits_CV = F.linear(hidden_CH, weight, None if bias_V is None else bias_V.to(weight))
-            logits_CV = logits_CV.float()
-            known_C1 = (targets_C != IGNORE_INDEX).unsqueeze(1)
-            places_C1 = targets_C.clamp(min=0).unsqueeze(1)
-            log_sum_C1 = logits_CV.logsumexp(1, keepdim=True)
-            losses_C1 = log_sum_C1 - logits_CV.gather(1, places_C1)
-            total += torch.where(known_C1, losses_C1, 0).sum()
+            known_C = targets_C != IGNORE_INDEX
+            places_C = targets_C.clamp(min=0)
+            logits_CV = F.linear(hidden_CH, weight, bias)
             if any(wants):
-                # In place: a second tensor of this size would double the memory of a chunk.
-                grad_CV = logits_CV.sub_(log_sum_C1).exp_()
-                grad_CV.scatter_add_(1, places_C1, torch.full_like(losses_C1, -1.0))
-                if may_ignore:
-                    grad_CV *= known_C1
-                narrow_CV = grad_CV.to(weight.dtype)
+                losses_C = _turn_into_gradient(logits_CV, places_C)
+            else:
+                losses_C = loss_of_logits(logits_CV, places_C, reduction="none")
+            total += torch.where(known_C, losses_C, 0).sum()
+            if any(wants):
+                grad_CV = logits_CV.mul_(known_C.unsqueeze(1)) if may_ignore else logits_CV
                 if grad_hidden is not None:
-                    end = start + len(targets_C)
-                    grad_hidden[start:end] = narrow_CV @ weight
+                    grad_hidden[start : start + len(targets_C)] = grad_CV @ weight
                 if grad_weight is not None:
-                    _add_product(grad_weight, narrow_CV, hidden_CH)
+                    _add_product(grad_weight, grad_CV, hidden_CH)
                 if grad_bias is not None:
-                    grad_bias += grad_CV.sum(0)
+                    grad_bias += grad_CV.sum(0, dtype=torch.float32)
             start += len(targets_C)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = weight_VH.dtype, None if bias_V is None else bias_V.dtype
@@ -293,13 +286,69 @@ def _zeros_fp32(like: Tensor) -> Tensor:
 
 
 def _add_product(total_VH: Tensor, grad_CV: Tensor, hidden_CH: Tensor) -> None:
+    # Adds grad_CV.t() @ hidden_CH, summed in fp32.
     if grad_CV.dtype == total_VH.dtype:
         total_VH.addmm_(grad_CV.t(), hidden_CH)
-        return
-    # These gradients have no loss scale yet. A sum over tokens could overflow fp16 at any scale, so
-    # a mean is used.
-    tokens = len(hidden_CH) if grad_CV.dtype == torch.float16 else 1
-    total_VH.add_(grad_CV.t() @ (hidden_CH / tokens), alpha=tokens)
+    elif total_VH.is_cuda:
+        # A product in 16 bits and a sum would write and read a second matrix as large as the head.
+        torch.addmm(total_VH, grad_CV.t(), hidden_CH, out_dtype=total_VH.dtype, out=total_VH)
+    elif grad_CV.dtype == torch.float16:
+        # These gradients have no loss scale yet. A sum over tokens could overflow fp16 at any
+        # scale, so a mean is used.
+        tokens = len(hidden_CH)
+        total_VH.add_(grad_CV.t() @ (hidden_CH / tokens), alpha=tokens)
+    else:
+        total_VH.add_(grad_CV.t() @ hidden_CH)
+
+
+class _GradientPass:
+    """Overwrites logits with the gradient of their summed loss, and returns the losses."""
+
+    def __init__(self) -> None:
+        self._compiled: Callable[[Tensor, Tensor], Tensor] | None = None
+        self._fails = False
+
+    def __call__(self, logits_CV: Tensor, targets_C: Tensor) -> Tensor:
+        """The loss of each token, in fp32.
+
+        Args:
+            logits_CV: in any floating-point type; computed with in fp32.
+            targets_C: indices within the vocabulary.
+        """
+        if not logits_CV.is_cuda or self._fails:
+            return _turn_plainly(logits_CV, targets_C)
+        try:
+            # Compiled, a logit is read twice and written once. Single operations do more.
+            self._compiled = self._compiled or torch.compile(_turn_in_one_pass)
+            return self._compiled(logits_CV, targets_C)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of the compiler, its cache or Triton: of any type
+            self._fails = True
+            why = next(iter(str(error).splitlines()), type(error).__name__)
+            log.warning("the loss is not compiled, because torch.compile failed: %s", why)
+            return _turn_plainly(logits_CV, targets_C)
+
+
+def _turn_in_one_pass(logits_CV: Tensor, targets_C: Tensor) -> Tensor:
+    # `_turn_plainly`, in operations that the compiler merges.
+    exact_CV = logits_CV.float()
+    log_sum_C1 = exact_CV.logsumexp(1, keepdim=True)
+    is_target_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == targets_C[:, None]
+    losses_C = (log_sum_C1 - exact_CV.gather(1, targets_C[:, None])).squeeze(1)
+    logits_CV.copy_((exact_CV - log_sum_C1).exp() - is_target_CV.float())
+    return losses_C
+
+
+def _turn_plainly(logits_CV: Tensor, targets_C: Tensor) -> Tensor:
+    log_probs_CV = torch.log_softmax(logits_CV, 1, dtype=torch.float32)
+    chosen_C1 = log_probs_CV.gather(1, targets_C[:, None])
+    torch.exp(log_probs_CV, out=logits_CV)  # rounds once, without another matrix in fp32
+    logits_CV.scatter_(1, targets_C[:, None], chosen_C1.expm1().to(logits_CV.dtype))
+    return -chosen_C1.squeeze(1)
+
+
+_turn_into_gradient = _GradientPass()
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from isles.data.loader import Loader
 from isles.data.mix import Dataset
 from isles.dist.files import Disks
 from isles.dist.mesh import Mesh
-from isles.dist.world import World
+from isles.dist.world import World, gpu_bytes
 from isles.facts.units import format_bytes
 from isles.models.attention import check_attention
 from isles.models.build import fill_model
@@ -189,7 +189,13 @@ def _make_meter(
     rows = balancer.split.micro_steps(mesh.dp_rank)
     layout, count = mesh.layout, len(rows)
     memory = step_memory(
-        model.known, config, strategy, layout, rows=max(1, *rows), micro_batches=count
+        model.known,
+        config,
+        strategy,
+        layout,
+        rows=max(1, *rows),
+        micro_batches=count,
+        gpu_bytes=gpu_bytes(world.device),
     )
     return StepMeter(world, model.flops_per_token, memory.peak.total)
 

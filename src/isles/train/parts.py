@@ -22,7 +22,7 @@ from isles.data.loader import Loader, evaluation_batches
 from isles.data.mix import Dataset
 from isles.data.stream.samples import PassedError
 from isles.dist.mesh import Mesh
-from isles.dist.world import World
+from isles.dist.world import World, gpu_bytes
 from isles.errors import TrainingError
 from isles.outer.samples import joined
 from isles.run.manifest import MANIFEST_VERSION
@@ -112,7 +112,7 @@ class Parts:
         found |= {"parts": self.meter.parts, "device": self.world.device_name, "gpu": None}
         if device.type == "cuda":
             held = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
-            total = torch.cuda.get_device_properties(device).total_memory
+            total = gpu_bytes(device)
             found |= {"gpu": device.index, "memory_bytes": held["current"]}
             found |= {"peak_bytes": held["peak"], "limit_bytes": total}
         return found

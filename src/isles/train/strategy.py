@@ -29,7 +29,7 @@ from isles.config.sections.strategy import (
 from isles.config.sections.training import TrainingConfig
 from isles.dist.batch import COMPUTE_DTYPE
 from isles.dist.mesh import Mesh, make_mesh
-from isles.dist.world import World
+from isles.dist.world import World, gpu_bytes
 from isles.errors import UserError
 from isles.models.attention import use_maskless_attention
 from isles.run.limits import memory
@@ -67,10 +67,16 @@ def _choose(config: RunConfig, world: World, model: nn.Module) -> tuple[Strategy
     size = architecture_of(model)
     # Memory of the rank with the least: its GPU's, or on a CPU its part of the machine's.
     if world.device.type == "cuda":
-        mine = int(torch.cuda.get_device_properties(world.device).total_memory)
+        mine = gpu_bytes(world.device)
     else:
         mine = memory().total // world.local_world_size
-    machine = Resources(world.world_size, _ranks_per_node(world), min(world.gather(mine)), None)
+    machine = Resources(
+        world.world_size,
+        _ranks_per_node(world),
+        min(world.gather(mine)),
+        link_bytes_per_s=None,
+        has_gpus=world.device.type == "cuda",
+    )
     whole = needed_bytes(size, config, DDPStrategyConfig(), machine)
     if world.world_size > 1 and whole > machine.usable_bytes:
         machine = replace(machine, link_bytes_per_s=_link_bytes_per_s(world))

@@ -194,22 +194,20 @@ class Forward:
         return self._adapted(x, y, adapter)
 
     def _adapted(self, x: Value, y: Value, adapter: Adapter) -> Value:
-        # peft: y + B(A(dropout(x in the adapter's type))) * scale. With 4-bit weights, a GPU's
-        # autocast chooses the type.
+        # peft: y + B(A(dropout(x))) * scale, in the type that autocast chooses.
         numbers = adapter.r * (x.units + y.units)
         self.adapter_params += numbers
         self.short_params += adapter.r * y.units if adapter.r < SHORT else 0
         self.products += 2 * x.tokens * numbers
-        is_cast = not (self.is_4bit and self.autocast and self.is_cuda)
-        given = dropped = self.cast(x, adapter.width) if is_cast else x
+        dropped = x
         if adapter.has_dropout:
             self.save(Value(x.tokens, x.units, 1))
-            dropped = self.made(given.like())
+            dropped = self.made(x.like())
         narrow = self.cast(dropped, self.autocast)
         inner = self.made(Value(x.tokens, adapter.r, narrow.width))
         self.save(narrow, inner)
         self._products[inner.storage] = inner
-        self.works_on(x, y, given, dropped)
+        self.works_on(x, y, dropped)
         if self.autocast is not None and self.autocast != adapter.width:
             self.copy_bytes += numbers * self.autocast
         return self.made(Value(y.tokens, y.units, y.width))

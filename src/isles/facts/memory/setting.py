@@ -85,6 +85,8 @@ class MemorySettings:
         is_packed: documents that share a row are isolated.
         trains_ends: embedding and head are fully trained in addition to an adapter.
         is_cuda: autocast's rules for a GPU.
+        gpu_bytes: memory of the GPU, which decides how many tokens the loss computes at the same
+            time; 0 on a CPU, or if unknown.
     """
 
     precision: str
@@ -105,6 +107,7 @@ class MemorySettings:
     is_packed: bool = False
     trains_ends: bool = False
     is_cuda: bool = True
+    gpu_bytes: int = 0
 
     @property
     def is_whole(self) -> bool:

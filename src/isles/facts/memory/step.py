@@ -14,11 +14,30 @@ from isles.facts.memory.architecture import Architecture
 from isles.facts.memory.forward import FP32, Adapter, Forward, Value
 from isles.facts.memory.setting import Holding, MemorySettings, state_bytes
 
-CHUNK_LOGITS = 2**25
-"""Logits that the loss computes at the same time: 128 MiB in fp32."""
+_CHUNK_LOGITS = 2**25
+"""Logits of a chunk of the loss on a small device: 192 MiB in 16 bits and in fp32."""
 
-LEAST_CHUNK = 128
-"""Fewest tokens in a chunk of the loss."""
+_CHUNK_SHARE = 32
+"""A chunk of the loss takes at most this part of a GPU's memory: one in 32."""
+
+_LEAST_CHUNK, _MOST_CHUNK = 128, 4096
+"""Tokens. Above 4,096 the products reach the speed of the card."""
+
+
+def chunk_tokens(vocab: int, device_bytes: int) -> int:
+    """Number of tokens whose logits the loss computes at the same time.
+
+    Each chunk reads and writes the gradient of the whole head, so that small chunks are slow: with
+    a vocabulary of 128,000, 2**25 logits are 261 tokens.
+
+    Args:
+        vocab: size of the vocabulary.
+        device_bytes: memory of the GPU; 0 for a CPU, whose caches prefer small chunks.
+    """
+    logits = max(_CHUNK_LOGITS, device_bytes // _CHUNK_SHARE // (FP32 + 2))
+    tokens = logits // vocab
+    whole = tokens // _LEAST_CHUNK * _LEAST_CHUNK  # kernels compute tiles of 128 rows
+    return min(_MOST_CHUNK, max(_LEAST_CHUNK, whole if device_bytes else tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,17 +426,17 @@ class _Stage:
             capped = logits * width if model.caps_logits and width != FP32 else 0
             made = logits * 3 * FP32 + narrow + capped + given + all_earlier
             return _Head(made, logits * width + capped + all_earlier, earlier)
-        chunk = min(tokens, max(LEAST_CHUNK, CHUNK_LOGITS // model.vocab)) * model.vocab
+        chunk = min(tokens, chunk_tokens(model.vocab, setting.gpu_bytes)) * model.vocab
         is_trained = setting.is_whole or setting.trains_ends
-        # In fp32, and a second copy during their log-sum-exp.
-        made = chunk * 2 * FP32
+        # The logits, and their log-probabilities in fp32.
+        made = chunk * (width + FP32)
         gradient = narrow = 0
         if is_trained:
             gradient = model.head_params * FP32
-        if width != FP32:
-            # Or as gradients in fp32 and 16 bits, with the gradient of the head in 16 bits.
+        if width != FP32 and not setting.gpu_bytes:
+            # A CPU copies the logits to fp32 first, and makes the gradient of the head in 16 bits.
             product = model.head_params * width if is_trained else 0
-            made = max(made, chunk * (FP32 + width) + product)
+            made = max(made + chunk * FP32, chunk * width + product)
         if width != count.width:
             narrow = model.head_params * width
         if width != count.hidden.width:

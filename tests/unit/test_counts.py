@@ -1,0 +1,191 @@
+"""What a step moves, launches and waits for, counted on a CPU: a table of counts and their bars.
+
+| Counted | Before | Now | Bar |
+|---|---:|---:|---:|
+| chunks of the loss, 16,384 tokens, vocabulary 128,256, 80 GB | 63 | 8 | 8 |
+| bytes moved for each logit, besides the products' operands | 44 | 14 | 16 |
+| gatherings of the head's weights under fsdp, per micro-batch | 2 | 1 | 1 |
+| casts of an adapted layer beyond those of its products | 4 | 0 | 0 |
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from isles.config.layout import make_layout
+from isles.config.sections.model import AdapterConfig
+from isles.config.sections.strategy import FSDPStrategyConfig
+from isles.dist.mesh import make_mesh
+from isles.dist.world import World
+from isles.facts.memory.step import chunk_tokens
+from isles.models.adapter import add_adapter
+from isles.strategies import head as head_module
+from isles.strategies.fsdp import shard_model
+from isles.strategies.objective import CausalLM
+from isles.strategies.sequence import Part
+from tests.each import each
+from tests.small_models import small_model
+
+GB = 10**9
+
+_VIEWS = {"__get__", "t", "unsqueeze", "split"}
+_FEW = {"gather", "scatter_"}
+"""Read or write one number of each row."""
+
+_PRODUCTS = {"linear", "addmm_", "__matmul__", "matmul"}
+
+
+class Traffic(TorchFunctionMode):
+    """Counts the bytes that functions read and write of tensors of one shape.
+
+    Functions of torch are counted, not their parts: a CUDA card computes `log_softmax` of 16-bit
+    numbers in fp32 with one kernel, while a CPU copies the numbers first.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape, self.bytes = shape, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.__name__
+        if name not in _VIEWS and name not in _FEW:
+            reads = [] if name in _PRODUCTS else [*args]
+            written = [(kwargs or {}).get("out", result)]
+            self.bytes += sum(self._size(x) for x in tree_leaves([reads, written]))
+        return result
+
+    def _size(self, value: Any) -> int:
+        if not isinstance(value, Tensor) or value.shape != self.shape:
+            return 0
+        return value.numel() * value.element_size()
+
+
+@each((80, 2048, 8), (24, 768, 20), (8, 256, 64))
+def test_chunks_of_the_loss_grow_with_the_memory_of_the_card(gigabytes, least_tokens, chunks):
+    tokens = chunk_tokens(128_256, gigabytes * GB)
+    assert tokens >= least_tokens
+    assert -(-16_384 // tokens) <= chunks
+    assert tokens * 128_256 * 6 <= gigabytes * GB / 32
+    assert chunk_tokens(128_256, 0) == 2**25 // 128_256  # a CPU
+
+
+def test_the_loss_moves_few_bytes_for_each_logit(monkeypatch):
+    tokens, vocab, hidden = 2048, 128_256, 64
+    with torch.device("meta"):
+        head = nn.Linear(hidden, vocab, bias=False, dtype=torch.bfloat16)
+        states = torch.empty(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+        targets = torch.empty(tokens, dtype=torch.int64)
+        logits = torch.empty(tokens, vocab, dtype=torch.bfloat16)
+    with Traffic(logits.shape) as plain:
+        head_module._turn_plainly(logits, targets)
+    assert plain.bytes / logits.numel() == 12
+    monkeypatch.setattr(head_module, "chunk_tokens", lambda vocab, gpu_bytes: tokens)
+    with Traffic(logits.shape) as whole:
+        apply = head_module._FusedLoss.apply
+        apply(states, head.weight, None, targets, torch.bfloat16, True, False)
+    assert whole.bytes / logits.numel() <= 16
+
+
+class Casts(TorchDispatchMode):
+    """Counts copies to another type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_cast = func is torch.ops.aten._to_copy.default and result.dtype != args[0].dtype
+        self.count += is_cast
+        return result
+
+
+@each({}, {"use_rslora": True}, {"dropout": 0.5})
+def test_an_adapter_casts_no_input_to_fp32(settings):
+    ids = torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(0))
+    found = []
+    for casts_first in (True, False):
+        torch.manual_seed(1)
+        model = small_model("llama", vocab_size=96).to(torch.bfloat16)
+        add_adapter(model, AdapterConfig(type="lora", **settings), dtype=torch.float32, name="")
+        for module in model.modules():
+            if casts_first and hasattr(module, "cast_input_dtype_enabled"):
+                module.cast_input_dtype_enabled = True
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                torch.nn.init.normal_(parameter, std=0.1)
+        torch.manual_seed(2)
+        with Casts() as casts:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                logits = model(input_ids=ids).logits
+            logits.float().logsumexp(-1).sum().backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        found.append((casts.count, gradients))
+    (before, exact), (now, mine) = found
+    layers = sum(hasattr(m, "cast_input_dtype_enabled") for m in model.modules())
+    assert layers == 14
+    assert before - now >= 2 * layers
+    assert len(mine) == len(exact) >= 2 * layers
+    if not settings.get("dropout"):  # whose random numbers depend on the type
+        assert all(torch.equal(a, b) for a, b in zip(mine, exact, strict=True))
+
+
+class Gathered(TorchDispatchMode):
+    """Lists the sizes, in numbers, of what ranks gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "allgather" in str(func):
+            tensors = [x for x in tree_leaves(args[0]) if isinstance(x, Tensor)]
+            self.sizes.append(sum(x.numel() for x in tensors))
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def fake_ranks(count: int) -> Iterator[World]:
+    """Rank 0 of a group whose other ranks do not exist."""
+    dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        yield World(0, 0, count, count, torch.device("cpu"), group, group, group, 60.0)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_head_is_gathered_once_per_micro_batch():
+    layers, ranks = 3, 4
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    with fake_ranks(ranks) as world:
+        model = small_model("llama", vocab_size=512, num_hidden_layers=layers)
+        head_size = model.lm_head.weight.numel()
+        config = FSDPStrategyConfig()
+        mesh = make_mesh(make_layout(config, ranks, local_world_size=ranks), world, is_sharded=True)
+        shard_model(model, config, mesh, world.device, precision="bf16-mixed")
+        objective = CausalLM(model)
+        for is_first in (True, False):
+            with Gathered() as forward:
+                loss = objective.loss_sum(model, Part({"input_ids": ids}, ids))
+            with Gathered() as backward:
+                loss.backward()
+            if is_first:
+                continue  # it tries the model with two tokens first
+            # Embedding, blocks, head, and the last norm with the rest.
+            assert len(forward.sizes) == layers + 3
+            # Of these only the embedding, which is as large as the head, and at the end.
+            assert len(backward.sizes) == layers + 1
+            assert backward.sizes.index(head_size) == layers
