@@ -32,7 +32,7 @@ from isles.models.adapter import add_adapter
 from isles.strategies import head as head_module
 from isles.strategies.fsdp import shard_model
 from isles.strategies.objective import CausalLM
-from isles.strategies.sequence import Part
+from isles.strategies.sequence import MicroBatchPart
 from tests.each import each
 from tests.small_models import small_model
 
@@ -179,7 +179,7 @@ def test_the_head_is_gathered_once_per_micro_batch():
         objective = CausalLM(model)
         for is_first in (True, False):
             with Gathered() as forward:
-                loss = objective.loss_sum(model, Part({"input_ids": ids}, ids))
+                loss = objective.loss_sum(model, MicroBatchPart({"input_ids": ids}, ids))
             with Gathered() as backward:
                 loss.backward()
             if is_first:

@@ -21,7 +21,7 @@ _CHUNK_SHARE = 32
 """A chunk of the loss takes at most this part of a GPU's memory: one in 32."""
 
 _LEAST_CHUNK, _MOST_CHUNK = 128, 4096
-"""Tokens. Above 4,096 the products reach the speed of the card."""
+"""Fewest and most tokens of a chunk."""
 
 
 def chunk_tokens(vocab: int, device_bytes: int) -> int:

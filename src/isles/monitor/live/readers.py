@@ -38,7 +38,7 @@ Found = RunDir | RemoteRun | MultiClusterRun | Path
 
 _RETRY_S = 2.0
 _LATE_S = 8.0
-"""Another machine that has said nothing for so much longer than it should is silent."""
+"""Another machine that has said nothing for this long is silent."""
 
 _LATEST_AT = 1e11
 """Seconds since the epoch. No clock shows more, and `time.localtime` fails far above it."""
