@@ -45,7 +45,7 @@ class Chart:
 CHARTS = (
     Chart(
         "unequal-ranks",
-        "Seconds per step of three ranks with speeds 1 : 1/2 : 1/3, over the ideal",
+        "Step time of three ranks with speeds 1 : 1/2 : 1/3, as a multiple of the ideal time",
         2.2,
         (
             Bar("even split", "2.004", "2.00 × the ideal"),
@@ -56,11 +56,11 @@ CHARTS = (
     ),
     Chart(
         "slow-link",
-        "Share of time spent computing, two clusters over 100 Mbit/s",
+        "Share of the time that two clusters compute, with links of 100 Mbit/s",
         1.15,
         (
-            Bar("DDP over the same links", "0.114", "11 %, with 404 × the bytes"),
-            Bar("isles, DiLoCo with int8", "0.995", "99.5 %", is_ours=True),
+            Bar("DDP", "0.114", "11 %, with 404 × the bytes"),
+            Bar("isles with DiLoCo (int8)", "0.995", "99.5 %", is_ours=True),
         ),
         "Longer is better. 15M parameters on CPU cores: benchmarks/slow_link.py --quick",
     ),

@@ -101,39 +101,42 @@ Find the largest model that fits on your GPU, and the model types that train.
 
 ## What fits
 
-The largest of seven models that fits on one GPU, with `data.seq_length: 2048`,
-`training.micro_batch_size: 1` and `training.gradient_checkpointing: full`. Adapters have rank 16.
-"Full in bf16" means `precision: bf16-true`, `optimizer: adamw_8bit` and
-`stochastic_rounding: true`. The other columns have the default precision and optimizer.
+This table shows the largest of seven models that fits on one GPU, with `data.seq_length: 2048`,
+`training.micro_batch_size: 1` and `training.gradient_checkpointing: full`. "Full" trains all
+weights. "Full in bf16" trains them with `precision: bf16-true`, `optimizer: adamw_8bit` and
+`stochastic_rounding: true`. The other columns have the default precision and optimizer, and
+adapters have `r: 16`.
 """
 
 NEEDED = """\
-Memory of a step in GiB. A step may use 85 % of a GPU, since CUDA and fragmentation need the rest:
+The next table shows the memory that a step needs, in GiB. A step may use 85 % of a GPU's memory,
+because CUDA and fragmentation need the rest:
 """
 
 BEYOND = """\
-No GPU was used for these numbers. [Benchmarks](benchmarks.md#memory-estimates) has their accuracy.
+These numbers are estimates, not measurements ([accuracy](benchmarks.md#memory-estimates)). A
+longer `data.seq_length` and a larger `training.micro_batch_size` need more memory. For your own run
+file, type `isles plan run.yaml --gpus 4090`.
 
-For your own run file, run `isles plan run.yaml --gpus 4090`. The plan also names the change that
-makes a run fit. A longer `data.seq_length` and a larger `training.micro_batch_size` need more
-memory. Several GPUs share a model with [FSDP or ZeRO](strategies.md), except for QLoRA, which needs
-the whole model on each GPU.
+With [FSDP or ZeRO](strategies.md), several GPUs share one model. With DDP, and always with QLoRA,
+every GPU holds the whole model, so the smallest GPU limits the size of the model.
 
 ## Models that train
 
-Every causal text model of transformers with safetensors weights trains with `ddp`, `fsdp` and
-`deepspeed`. The other kinds of parallelism, and packed rows with separate documents
-(`data.isolate_documents`), need a `model_type` of this table. The `model_type` is in the model's
-`config.json`. Each "yes" was tested with a small model: losses and gradients against one rank, or
-logits against each document alone.
+Every causal text model of transformers with safetensors weights trains with `ddp`, `deepspeed` and
+`fsdp`. If isles does not find a model's blocks for `fsdp`, list their classes in
+`strategy.transformer_layer_cls_to_wrap`. For tensor, context and pipeline parallel, and for packed
+rows with separate documents (`data.isolate_documents`), this table must have a "yes" for the
+`model_type` in the model's `config.json`. Tests with small models compare each "yes" with one rank,
+or with each document alone.
 """
 
 LIMITS = """\
 `cp_size` and `pp_size` do not support sliding windows. [Rules between
-keys](run-file.md#rules-between-keys) has the sizes that a model allows. For a model without
-separate documents, set `data.packing: false` or `data.isolate_documents: false`.
+keys](run-file.md#rules-between-keys) has the sizes that a model allows. If separate documents have
+no "yes", set `data.packing: false` or `data.isolate_documents: false`.
 
-isles counts memory exactly for these types, and counts other types as a Llama:
+`isles plan` knows the blocks of these types, and counts the memory of other types as a Llama's:
 """
 
 

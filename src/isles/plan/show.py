@@ -346,8 +346,8 @@ def _ladder(cluster: ClusterPlan, details: bool) -> Iterator[RenderableType]:
     if first is not None and not details:
         rungs = rungs[: first + 1 + _AFTER]
     name = "Option (micro-batch of 1)"
-    heads = ("", name, "peak", "limit", "s/step", "price")
-    table = _table_of(("", name, "price"), *heads, wraps="price")
+    heads = ("", name, "peak", "limit", "s/step", "drawback")
+    table = _table_of(("", name, "drawback"), *heads, wraps="drawback")
     for rung in rungs:
         table.add_row(*_rung_cells(rung))
     yield table
