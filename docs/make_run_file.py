@@ -19,13 +19,7 @@ from isles.config.keys import _options
 from isles.config.sections.run import RunConfig
 from isles.config.yaml import scalar_text
 from isles.facts.memory.architecture import Architecture
-from isles.facts.models import (
-    CONTEXT_PARALLEL,
-    PIPELINE,
-    TENSOR_PARALLEL,
-    load_shape,
-    shape_names,
-)
+from isles.facts.models import load_shape, shape_names
 from isles.facts.units import format_count, write_duration
 
 TARGET = Path(__file__).with_name("run-file.md")
@@ -82,7 +76,7 @@ The types in the tables:
 - *name*: at most 63 letters, digits, `.`, `_` and `-`. The first is a letter or a digit.
 - *time*: `90s`, `20m`, `23h30m`, `2d` or `12:30:00`.
 - *rate*: bytes per second, such as `500kB` or `20MB`.
-- *map*: your own names with values, such as `{big-box: 3}`.
+- *map*: names of yours with values, such as `{big-box: 3}`.
 
 The default is bold or in parentheses. A key without a default is optional, unless it is marked as
 required. Errors show further limits of a value.
@@ -122,9 +116,8 @@ them:
   `cp_method: ulysses`, `cp_size` divides the key-value heads of each tensor-parallel rank.
 - With `pp_size`, the model has a layer for every stage, and a separate output head
   (no `tie_word_embeddings`).
-- `tp_size`, `cp_size` and `pp_size` need one of
-  [these model types](#models-with-tensor-context-and-pipeline-parallelism). `fsdp` without these
-  keys, and `deepspeed`, can shard any model.
+- `tp_size`, `cp_size` and `pp_size` need a [model type](models.md#models-that-train) that supports
+  them. `fsdp` without these keys, and `deepspeed`, can shard any model.
 - With rotary scaling of type `longrope`, `data.seq_length` is at most the model's
   `original_max_position_embeddings`, unless every sample is full, as with packed text.
 
@@ -133,11 +126,9 @@ The ranks also check that a run of `num_train_epochs` has at least `warmup_steps
 
 ## Resuming with other values
 
-`isles train` resumes the newest unfinished run of the same name. If you have changed a value that
-affects the weights, `isles train` stops with an error. Then restore the old value, start a new run
-with `--resume no`, or resume with the new value by `--resume runs/NAME-N`.
-
-A new length of the run affects the weights in two cases:
+If you change a value that affects the weights, isles [lets you
+choose](stop-and-resume.md#changed-values) between the old value, a new run, and the new value. A new
+length of the run affects the weights in two cases:
 
 - The run becomes shorter.
 - The run becomes longer, and this changes the learning rate of the next step: with `linear` and
@@ -154,7 +145,7 @@ def write() -> str:
     parts = [HEAD, *_table(top)]
     for key, node in keys.children(schema).items():
         parts += _section_text(key, node)
-    parts += ["", *_shapes(), "", RULES + _free_keys(), "", *_architectures()]
+    parts += ["", *_shapes(), "", RULES + _free_keys()]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -298,18 +289,6 @@ def _shapes() -> Iterator[str]:
             shape["hidden_size"],
         )
         yield "| " + " | ".join(map(str, cells)) + " |"
-
-
-def _architectures() -> Iterator[str]:
-    yield "## Models with tensor, context and pipeline parallelism\n"
-    yield "The lists show the `model_type` of `config.json`. `cp_size` and `pp_size` do not support"
-    yield "sliding windows.\n"
-    for key, kinds in (
-        ("tp_size", TENSOR_PARALLEL),
-        ("cp_size", CONTEXT_PARALLEL),
-        ("pp_size", PIPELINE),
-    ):
-        yield f"- `{key}`: {', '.join(sorted(kinds))}"
 
 
 def _free_keys() -> str:
