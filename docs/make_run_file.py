@@ -19,13 +19,7 @@ from isles.config.keys import _options
 from isles.config.sections.run import RunConfig
 from isles.config.yaml import scalar_text
 from isles.facts.memory.architecture import Architecture
-from isles.facts.models import (
-    CONTEXT_PARALLEL,
-    PIPELINE,
-    TENSOR_PARALLEL,
-    load_shape,
-    shape_names,
-)
+from isles.facts.models import load_shape, shape_names
 from isles.facts.units import format_count, write_duration
 
 TARGET = Path(__file__).with_name("run-file.md")
@@ -56,8 +50,8 @@ HEAD = """\
 <!-- Written by docs/make_run_file.py from the schema. Change the docstrings in
      src/isles/config/sections/, then run it again; tests/unit/test_docs.py compares. -->
 
-Look up any key of the run file, the YAML file that describes a whole run. `isles init` writes a
-first one. `isles config show run.yaml` prints every value and its origin: a line of the file, the
+Look up any key of the run file, the YAML file that describes a whole run. `isles init` writes a run
+file. `isles config show run.yaml` prints every value and its origin: a line of the file, the
 command line, or a default. `isles config schema` prints a JSON schema for editors.
 
 ## How isles reads the file
@@ -67,11 +61,11 @@ command line, or a default. `isles config schema` prints a JSON schema for edito
 - **On the command line**, `key.path=value` replaces a value, such as
   `isles train run.yaml training.max_steps=500`. List items have numbers from 0:
   `data.sources.0.path=notes.txt`. Values are YAML too: `'track=[jsonl]'`.
-- **isles refuses unknown keys**, and reports all issues of a file together, each with a fix. The
-  fix names the isles key for a [key of another tool](coming-from.md).
-- **The checks never change a value.** `isles config show` lists derived values, such as the number
+- **isles refuses unknown keys**, and reports all issues of a file together, each with a fix. For a
+  [key of another tool](coming-from.md), the fix shows the isles key.
+- **isles never changes your values.** `isles config show` lists derived values, such as the number
   of ranks, under `# derived`.
-- **Some sections have kinds.** Their key `kind` is required, and selects the other keys.
+- **Some sections have a key `kind`**, which is required and selects the other keys.
 
 You must give only `model`, `data` and a length (`training.max_steps`, `num_train_epochs` or
 `max_time`).
@@ -82,10 +76,10 @@ The types in the tables:
 - *name*: at most 63 letters, digits, `.`, `_` and `-`. The first is a letter or a digit.
 - *time*: `90s`, `20m`, `23h30m`, `2d` or `12:30:00`.
 - *rate*: bytes per second, such as `500kB` or `20MB`.
-- *map*: your own names with values, such as `{big-box: 3}`.
+- *map*: names of yours with values, such as `{big-box: 3}`.
 
-The default is bold or in parentheses. A key without a default is optional. An error shows further
-limits of a value.
+The default is bold or in parentheses. A key without a default is optional, unless it is marked as
+required. Errors show further limits of a value.
 
 ## At the top
 """
@@ -97,17 +91,17 @@ isles checks these rules and the types before it starts anything:
 
 - Give `training.max_steps`, `training.num_train_epochs` or `training.max_time`, but not both of the
   first two. `max_time` alone needs `lr_scheduler_type: constant`.
-- `training.warmup_steps` is smaller than `training.max_steps`. `training.decay_steps` needs `wsd`,
-  and must fit after the warm-up.
-- `training.global_batch_size` is at least the number of data-parallel ranks, and a multiple of
-  `training.micro_batch_size` if that is a number. With `balance: even` it is a multiple of the
-  product of both.
+- `training.warmup_steps` is smaller than `training.max_steps`. `training.decay_steps` needs
+  `lr_scheduler_type: wsd`, and the decay must begin after the warm-up.
+- `training.global_batch_size` is at least the number of data-parallel ranks. If
+  `training.micro_batch_size` is a number, the batch size is a multiple of this number, and with
+  `balance: even` of this number times the ranks.
 - A shape shipped with isles needs `model.init: scratch`, and `tokenizer.train_vocab_size` or
   `tokenizer.name_or_path`. `tokenizer.train_vocab_size` also needs `model.init: scratch`.
 - Either every source has a `weight`, or no source has one. A `fake` source must be the only source.
 - In `strategy`, `shard_size` needs `HYBRID_SHARD`, `cp_method` needs `cp_size`, `pp_schedule` needs
-  `pp_size`, and `nvme_path` needs an offload to nvme. The keys of ddp itself need `tp_size` and
-  `pp_size` of 1.
+  `pp_size`, and `nvme_path` needs an offload to nvme. The keys that only ddp has need `tp_size: 1`
+  and `pp_size: 1`.
 - The number of ranks is a multiple of `tp_size` x `cp_size` x `pp_size`. `cp_size` divides
   `data.seq_length`, and needs `attn_implementation: sdpa`. `pp_size` does not support `fp16-mixed`.
 - `offload_param` and an offload of the optimizer to nvme need `zero_stage: 3`. An offload to nvme
@@ -122,29 +116,25 @@ them:
   `cp_method: ulysses`, `cp_size` divides the key-value heads of each tensor-parallel rank.
 - With `pp_size`, the model has a layer for every stage, and a separate output head
   (no `tie_word_embeddings`).
-- isles supports this sharding for the
-  [model type](#models-with-tensor-context-and-pipeline-parallelism). `fsdp` without these sizes and
-  `deepspeed` can shard any model.
+- `tp_size`, `cp_size` and `pp_size` need a [model type](models.md#models-that-train) that supports
+  them. `fsdp` without these keys, and `deepspeed`, can shard any model.
 - With rotary scaling of type `longrope`, `data.seq_length` is at most the model's
   `original_max_position_embeddings`, unless every sample is full, as with packed text.
 
-The ranks also check that the epochs (`num_train_epochs`) have at least `warmup_steps` steps, plus
+The ranks also check that a run of `num_train_epochs` has at least `warmup_steps` steps, plus
 `decay_steps` with `wsd`.
 
 ## Resuming with other values
 
-`isles train` resumes the newest unfinished run of the same name. If you have changed a value that
-affects the weights, it stops with an error. Then restore the value, start a new run with
-`--resume no`, or resume with the new value with `--resume runs/NAME-N`.
+If you change a value that affects the weights, isles [lets you
+choose](stop-and-resume.md#changed-values) between the old value, a new run, and the new value. A new
+length of the run affects the weights in two cases:
 
-A changed length of the run counts as such a value in two cases:
+- The run becomes shorter.
+- The run becomes longer, and this changes the learning rate of the next step: with `linear` and
+  `cosine` after the warm-up, with `wsd` after the decay has begun. The error shows both rates.
 
-- A shorter run would end earlier, or immediately.
-- A longer run changes the learning rate of the next step: with `linear` and `cosine` after the
-  warm-up, with `wsd` after the decay has begun. The error shows both rates. The rest of the curve
-  follows the new length.
-
-You may freely lengthen a run in all other cases, and change these keys:
+In all other cases you may lengthen a run. You may also change these keys:
 """
 
 
@@ -155,7 +145,7 @@ def write() -> str:
     parts = [HEAD, *_table(top)]
     for key, node in keys.children(schema).items():
         parts += _section_text(key, node)
-    parts += ["", *_shapes(), "", RULES + _free_keys(), "", *_architectures()]
+    parts += ["", *_shapes(), "", RULES + _free_keys()]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -179,20 +169,22 @@ def _section_text(path: str, node: keys.Schema) -> Iterator[str]:
         yield f"It has the keys of [`{name}`](#{name})."
         return
     if len(keys.by_kind(section)) > 1:
-        yield from _kinds_text(section, path)
+        given = node.get("default")
+        yield from _kinds_text(section, path, given["kind"] if isinstance(given, dict) else None)
         return
     yield from _table({k: n for k, n in inside.items() if _section(n) is None})
     for key, child in inside.items():
         yield from _section_text(f"{path}.{key}", child)
 
 
-def _kinds_text(section: keys.Schema, path: str) -> Iterator[str]:
+def _kinds_text(section: keys.Schema, path: str, default: object) -> Iterator[str]:
     """The keys of a section that comes in kinds, under the kinds that have them."""
     forms = keys.by_kind(section)
     yield "| kind | Description |"
     yield "|---|---|"
     for kind, form in forms.items():
-        yield f"| `{kind}` | {_sentence(form)} |"
+        mark = " (default)" if kind == default else ""
+        yield f"| `{kind}`{mark} | {_sentence(form)} |"
     kinds: dict[str, list[tuple[keys.Schema, list[str]]]] = {}
     for kind, form in forms.items():
         for key, node in keys.children(form).items():
@@ -297,18 +289,6 @@ def _shapes() -> Iterator[str]:
             shape["hidden_size"],
         )
         yield "| " + " | ".join(map(str, cells)) + " |"
-
-
-def _architectures() -> Iterator[str]:
-    yield "## Models with tensor, context and pipeline parallelism\n"
-    yield "The lists show the `model_type` of `config.json`. `cp_size` and `pp_size` do not support"
-    yield "sliding windows.\n"
-    for key, kinds in (
-        ("tp_size", TENSOR_PARALLEL),
-        ("cp_size", CONTEXT_PARALLEL),
-        ("pp_size", PIPELINE),
-    ):
-        yield f"- `{key}`: {', '.join(sorted(kinds))}"
 
 
 def _free_keys() -> str:

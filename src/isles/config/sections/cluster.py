@@ -80,7 +80,7 @@ class SkypilotLauncherConfig(Section):
 
     accelerators: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """Acceptable GPUs without a count, such as [H100, A100-80GB]. SkyPilot takes the cheapest
-    available, gpus_per_node of them on each node."""
+    available kind, with gpus_per_node GPUs on each node."""
 
     resources: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies defaults)
     """More `resources` of the task, in SkyPilot's format, such as infra, use_spot, cpus, memory or
@@ -91,8 +91,8 @@ class SkypilotLauncherConfig(Section):
     's3://BUCKET', mode: MOUNT}}."""
 
     workdir: Text | None = None
-    """Folder of this machine that SkyPilot copies to ~/sky_workdir of each node, except files in
-    .skyignore, else .gitignore. Default: no folder."""
+    """Folder of this machine that SkyPilot copies to ~/sky_workdir of each node, except the files
+    that .skyignore or, without it, .gitignore lists. Default: no folder."""
 
     setup: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """Lines of bash that SkyPilot runs once on each node. Default: isles installs itself into
@@ -107,8 +107,8 @@ class SkypilotLauncherConfig(Section):
     isles-NAME."""
 
     managed: bool = False
-    """Run as a managed job, which SkyPilot restarts if its nodes are taken away or it exits with
-    code 85. sky jobs shows it; isles status does not."""
+    """Run as a managed job. SkyPilot restarts the job if its nodes are taken away or it exits with
+    code 85. sky jobs shows the job, but isles status does not."""
 
     autostop: Annotated[DurationS, Field(ge=60)] | None = None
     """Idle time after which SkyPilot stops the nodes. Default: never."""
@@ -131,10 +131,11 @@ class QueueSection(LoginSection):
     """Time limit of the job. Default: the cluster's own."""
 
     requeue: bool = True
-    """Before the time limit, or when preempted: save, and queue again until the run is finished."""
+    """Before the time limit, or when the job is preempted: save, and queue the job again until the
+    run is finished."""
 
     save_before: Annotated[DurationS, Field(ge=10)] = 300.0
-    """How long before the time limit the run starts to save."""
+    """The run starts to save this long before the time limit."""
 
     account: Text | None = None
     """Account or project to charge."""
@@ -172,7 +173,7 @@ class SlurmLauncherConfig(QueueSection):
     """Features that the nodes must have."""
 
     gres: Text | None = None
-    """Generic resources of each node, such as gpu:a100:4. none requests no GPUs. Default:
+    """Generic resources of each node, such as gpu:a100:4. The value none requests no GPUs. Default:
     gpu:GPUS_PER_NODE."""
 
     nodelist: Text | None = None
@@ -224,8 +225,8 @@ class RayLauncherConfig(LoginSection):
     """Ray."""
 
     address: Text = "auto"
-    """Where you submit jobs: http://HEAD:8265, ray://HEAD:10001, or auto for the cluster of this
-    machine. RAY_ADDRESS overrides this key."""
+    """Address to submit jobs to: http://HEAD:8265, ray://HEAD:10001, or auto for the cluster of
+    this machine. RAY_ADDRESS overrides this key."""
 
     bundles: Annotated[tuple[RayBundleConfig, ...], Field(strict=False)] = ()
     """Requirements of the nodes, see docs/ray.md. Default: a GPU and a CPU per rank, or only a CPU
@@ -263,14 +264,14 @@ class ContainerConfig(Section):
     registry, such as ghcr.io/me/train:1.2."""
 
     runtime: Runtime | Literal["auto"] = "auto"
-    """auto: apptainer for a file. For a name in a registry: pyxis in Slurm if srun supports it,
-    else apptainer in jobs and podman outside of jobs."""
+    """auto for a file: apptainer. auto for a name in a registry: pyxis in Slurm if srun supports
+    it, else apptainer in jobs and podman outside of jobs."""
 
     python: Text = "python3"
     """Python in the image."""
 
     binds: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """More files and folders to mount: PATH, FROM:TO or FROM:TO:ro. isles itself mounts the run
+    """More files and folders to mount: PATH, FROM:TO or FROM:TO:ro. isles always mounts the run
     directory, workdir, the paths of the run file and the caches."""
 
     extra: Annotated[tuple[Text, ...], Field(strict=False)] = ()
@@ -282,8 +283,8 @@ class EnvironmentConfig(Section):
     conda."""
 
     python: Text | None = None
-    """Python on the nodes. Default: the Python of venv or conda, else the path of this machine's
-    Python."""
+    """Python on the nodes, and on the login node of a launcher. Default: the Python of venv or
+    conda, else the path of the Python that runs isles on this machine."""
 
     venv: Text | None = None
     """Folder of a virtual environment on every node."""
@@ -295,13 +296,13 @@ class EnvironmentConfig(Section):
     """Environment modules to load, in this order, such as [gcc/12, cuda/12.8]."""
 
     setup: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Lines of bash that run before everything else."""
+    """Lines of bash that run first."""
 
     variables: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], Lines] = Field(
         default={}
     )
-    """Environment variables of the ranks, as typed: 010 stays 010. isles writes them into scripts
-    and records, so do not put secrets here."""
+    """Environment variables of the ranks. Values stay as typed, such as 010. isles writes them into
+    scripts and records, so do not put secrets here."""
 
     packages: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """Packages that `isles setup` also installs, in pip's format."""
@@ -374,22 +375,22 @@ class ClusterConfig(Section):
     """A group of ranks on fast links that take every optimizer step together."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "local"
-    """Short name for messages."""
+    """Name of the cluster. All clusters of a run, at all sites, need different names."""
 
     launcher: LauncherConfig = LocalLauncherConfig()
     """How isles starts the processes."""
 
     gpus_per_node: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
-    """Ranks on each node, one per GPU. auto: every visible GPU. On a machine without GPUs, the
-    number of CPU processes (auto: one)."""
+    """Ranks on each node, one per GPU. auto: every visible GPU. Without GPUs: CPU processes on each
+    node, and auto means one."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Device of the ranks. auto: cuda if the hosts have GPUs (local, ssh), and always cuda for a
-    queue or the manual launcher."""
+    """Device of the ranks. auto: with local and ssh, cuda if the hosts have GPUs. With other
+    launchers, auto is cuda."""
 
     nodes: Annotated[int, Field(ge=1, le=1024)] | NodeRange | Literal["auto"] = "auto"
-    """Number of nodes, or MIN:MAX: the run continues with at least MIN nodes, and grows again when
-    a node reconnects. auto: every listed host (ssh, manual) or bundle (ray), else one. The local
+    """Number of nodes. MIN:MAX: the run continues with at least MIN nodes, and grows again when a
+    node reconnects. auto: every listed host (ssh, manual) or bundle (ray), else one. The local
     launcher starts all nodes on this machine."""
 
     strategy: StrategyConfig | None = None
@@ -405,16 +406,17 @@ class ClusterConfig(Section):
     """How the ranks reach each other."""
 
     workdir: Text | None = None
-    """Working folder of the ranks, and of the paths of this file. Default: the current folder."""
+    """Working folder of the ranks. Paths of the run file are relative to it. Default: the current
+    folder."""
 
     sync: SyncConfig | None = None
     """Files to copy to the nodes before the run starts. Default: none."""
 
     start_timeout: Annotated[DurationS, Field(ge=1)] = 120.0
-    """Longest wait for all nodes to connect, after the first has connected."""
+    """Longest wait for all nodes to connect, after the first node has connected."""
 
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
-    """How often isles restarts all ranks from the last checkpoint after a failure. An error that
+    """How often isles restarts all ranks from the last checkpoint after failures. An error that
     would repeat, such as a wrong run file, ends the run immediately."""
 
     comm_timeout: Annotated[DurationS, Field(ge=1)] = 600.0

@@ -35,21 +35,23 @@ class SourceConfig(Section):
     training.method: dpo. fake: random token ids, for tests."""
 
     text_column: Text = "text"
-    """text: the column with the text."""
+    """With type text: the column with the text."""
 
     columns: dict[Annotated[str, Field(min_length=1)], Text] = {}  # noqa: RUF012 (pydantic copies defaults)
-    """Names of the data's columns, if they differ, such as {instruction: question, output: answer}.
-    chat: messages. instruct: instruction, input, output, history, or prompt and completion.
-    preference: prompt, chosen, rejected. All three: tools, system, chat_template_kwargs, and role,
-    content and train of messages. tokens: input_ids, labels, attention_mask."""
+    """Names of columns that differ from the expected names, such as {instruction: question, output:
+    answer}. isles expects for chat: messages. instruct: instruction, input, output, history, or
+    prompt and completion. preference: prompt, chosen, rejected. These three types also: tools,
+    system, chat_template_kwargs, and in messages role, content, train. tokens: input_ids, labels,
+    attention_mask."""
 
     ignore_fields: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Columns, and fields of messages and tool calls, that isles omits, such as [tools,
-    reasoning_content]: see docs/data.md. content means only the text of a message with a tool call.
-    isles refuses other calls, tools and thoughts that the chat template does not write."""
+    """Columns, and fields of messages and tool calls, that isles ignores, such as [tools,
+    reasoning_content], see docs/data.md. The name content removes only the text next to a tool
+    call. isles refuses rows with calls, tools or thoughts that the chat template omits, unless this
+    list has the field."""
 
     train_on: Literal["assistant", "last", "all"] = "assistant"
-    """chat and instruct: the tokens to train. assistant: all assistant messages, with the end of
+    """Tokens to train, with chat and instruct. assistant: all assistant messages, with the end of
     each turn. last: only the last assistant message. all: every token."""
 
     split: Text = "train"
@@ -59,8 +61,8 @@ class SourceConfig(Section):
     """Configuration of a Hugging Face dataset, such as wikitext-2-raw-v1."""
 
     weight: Annotated[float, Field(gt=0)] | None = None
-    """Share of the samples from this source, relative to the other weights. Without weights, each
-    epoch uses every sample once."""
+    """Share of the samples that come from this source, relative to the weights of other sources.
+    Without weights, each epoch uses every sample once."""
 
 
 class DataConfig(Section):
@@ -73,8 +75,9 @@ class DataConfig(Section):
     """Tokens in one sample."""
 
     packing: bool = True
-    """Put several documents into a sample. isles cuts only text at the end of a sample, and never
-    packs preference pairs. false: one document per sample, with untrained padding."""
+    """Put several documents into a sample. At the end of a sample, isles cuts only documents of
+    type text. It never packs preference pairs. false: one document per sample, with untrained
+    padding."""
 
     isolate_documents: bool | None = None
     """Let each packed document attend only to itself. Default: true, except for text."""
@@ -84,17 +87,18 @@ class DataConfig(Section):
     long text into several samples."""
 
     max_bad_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Largest share of broken rows that isles skips in a source. The log names the first ten. With
-    a larger share the run stops."""
+    """Largest share of broken rows in a source. isles skips these rows, and logs the first ten. If
+    a source has a larger share, the run stops."""
 
     streaming: bool = False
-    """Prepare tokens in pieces during training and then discard them, for data that does not fit
-    the disk. isles shuffles within pieces of about 16 million tokens. The run needs max_steps or
+    """For data that does not fit on the disk: prepare tokens in pieces during training, then delete
+    them. isles shuffles within pieces of about 16 million tokens. The run needs max_steps or
     max_time, and several sources need weights."""
 
     validation_fraction: Annotated[float, Field(ge=0, le=0.5)] = 0.02
-    """Share of the documents held out for evaluation: at least one document, or the end of a single
-    text. 0 disables evaluation."""
+    """Share of the documents that are only for evaluation: at least one document, or the end of a
+    single text. With streaming, they are among the first documents of a source. 0 disables
+    evaluation."""
 
     cache_dir: Text | None = None
     """Folder for prepared tokens. Default: data in $XDG_CACHE_HOME/isles, or in ~/.cache/isles.

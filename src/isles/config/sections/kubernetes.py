@@ -55,8 +55,8 @@ class KubernetesLauncherConfig(Section):
     """Container image with bash, Python, torch and this version of isles."""
 
     volumes: Annotated[tuple[VolumeConfig, ...], Field(strict=False)] = ()
-    """Claims to mount. `output_dir` must be on a claim without read_only: Kubernetes deletes all
-    other files of a pod with it."""
+    """Claims to mount. `output_dir` must be on a claim without read_only, because Kubernetes
+    deletes a pod's other files together with the pod."""
 
     flavor: Literal["job", "jobset", "trainjob"] = "job"
     """job: an Indexed Job, which every cluster supports. jobset: a JobSet. trainjob: a TrainJob of
@@ -87,7 +87,7 @@ class KubernetesLauncherConfig(Section):
     """Service account of the pods, without its token. Default: the namespace's default."""
 
     pending_timeout: Annotated[DurationS, Field(ge=10)] = 600.0
-    """Longest wait for the pods to run, at the start and after a pod was lost. It adds to
+    """Longest wait for the pods to run, at the start and after the loss of a pod, in addition to
     start_timeout."""
 
     save_within: Annotated[DurationS, Field(ge=10)] = 300.0

@@ -47,12 +47,12 @@ class TokenizerConfig(Section):
     Default: the tokenizer's own template, or chatml if isles trains the tokenizer."""
 
     chat_template_kwargs: dict[Text, Any] = {}  # noqa: RUF012 (pydantic copies defaults)
-    """Variables for the chat template, such as {enable_thinking: false}, also in `isles generate
-    --chat`. A row may set its own in the column chat_template_kwargs."""
+    """Variables for the chat template, such as {enable_thinking: false}, also for `isles generate
+    --chat`. The column chat_template_kwargs sets them for one row."""
 
     add_special_tokens: bool = True
-    """Add the tokenizer's special tokens to each text (BOS for Llama and Gemma), but not to chats.
-    false: add only the end-of-text token, also in the saved and exported tokenizer."""
+    """Add the tokenizer's special tokens (BOS for Llama and Gemma) to each text, but not to chats.
+    false: add only the end-of-text token, also in the exported tokenizer."""
 
     train_vocab_size: Annotated[int, Field(ge=260, le=1_000_000)] | None = None
     """Train a byte-level BPE tokenizer of at most this many tokens on the data."""
@@ -62,9 +62,9 @@ class AdapterConfig(Section):
     """Low-rank adapters (arXiv:2106.09685) from peft, on a frozen model."""
 
     type: Literal["none", "lora", "qlora"] = "none"
-    """none trains every weight. lora freezes the model, and trains small matrices next to its own.
-    qlora also holds the frozen matrices in 4 bits (bitsandbytes), complete on every rank. Frozen
-    weights have 16 bits unless training.precision is 32-true."""
+    """none trains every weight. lora freezes the model, and trains small matrices next to those of
+    the model. qlora also holds the frozen matrices in 4 bits (bitsandbytes), complete on every
+    rank. Other frozen weights have 16 bits, or 32 bits with training.precision 32-true."""
 
     r: Annotated[int, Field(ge=1, le=65_536)] = 16
     """Rank of the adapter matrices."""
@@ -91,10 +91,10 @@ class AdapterConfig(Section):
     """Weight-decomposed adapters (arXiv:2402.09353)."""
 
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
-    """qlora: the 4-bit type."""
+    """With qlora: the 4-bit type."""
 
     bnb_4bit_use_double_quant: bool = True
-    """qlora: also quantize the quantization constants, which saves about 0.4 bits per weight."""
+    """With qlora: also quantize the quantization constants, which saves 0.4 bits per weight."""
 
 
 def missing_package(adapter: AdapterConfig) -> MissingDependencyError | None:

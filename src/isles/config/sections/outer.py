@@ -63,25 +63,25 @@ class CodecConfig(Section):
     """Compression of updates, with settings."""
 
     kind: CodecName = "int8"
-    """Bytes per number: none 4, bf16 2, int8 1, int4 0.5. topk sends only the largest numbers, in 2
-    bits each. int8, int4 and topk add the error of each update to the next."""
+    """Bytes per value of an update: none 4, bf16 2, int8 1, int4 0.5. topk sends only the largest
+    values, with 2 bits each. int8, int4 and topk add the error of an update to the next update."""
 
     density: Annotated[float, Field(gt=0, le=1)] = 0.4
-    """topk: share of the numbers to send. With a smaller share the model learns worse."""
+    """With topk: share of the values to send. With a smaller share, the model learns worse."""
 
 
 class WaitConfig(Section):
     """A round that does not wait for every cluster."""
 
     time_boxed: Annotated[DurationS, Field(gt=0)] | None = None
-    """Time from the first contribution to the end of a round. A slower cluster contributes its
-    steps so far, weighted by its tokens."""
+    """Time from the first contribution to the end of a round. Slower clusters then contribute their
+    current state, with a share in proportion to their tokens."""
 
     quorum: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Contributions after which a round ends, once `grace` is over."""
+    """Number of contributions after which a round ends when `grace` is over."""
 
     grace: Annotated[DurationS, Field(ge=0)] = 30.0
-    """quorum: how long a round still accepts contributions of other clusters."""
+    """With quorum: time in which a round still accepts the other clusters."""
 
 
 class HivemindConfig(Section):
@@ -123,25 +123,24 @@ class DiLoCoConfig(Section):
     """Averages of pseudo-gradients, and SGD with Nesterov momentum on them."""
 
     sync_every: Annotated[int, Field(ge=1, le=10**9)] | Literal["auto"] = 500
-    """Inner steps between two averages of the same weight. auto: isles measures links and steps,
+    """Inner steps between two averages of the same parameter. auto: isles measures links and steps,
     and keeps averaging below max_sync_overhead of the time."""
 
     max_sync_overhead: Annotated[float, Field(gt=0, le=1)] = 0.02
-    """sync_every auto: largest share of the time for averaging."""
+    """With sync_every auto: largest share of the time for averaging."""
 
     lr: Annotated[float, Field(gt=0, le=10)] = 0.7
     """Learning rate of the outer optimizer."""
 
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Nesterov momentum of the outer optimizer. With codec topk at most 0.7, together with lr:
-    0.9."""
+    """Nesterov momentum of the outer optimizer. With topk, use at most 0.7, and lr 0.9."""
 
     warmup_rounds: Annotated[int, Field(ge=0, le=10**6)] = 0
-    """First rounds that only average, with lr 1 and no momentum. They help a model from scratch,
-    see docs/clusters.md."""
+    """Number of first rounds with lr 1 and without momentum. They help a model from scratch, see
+    docs/clusters.md."""
 
     warmup_sync_every: Annotated[int, Field(ge=1, le=10**9)] | None = None
-    """Inner steps of each of the warmup_rounds. Default: sync_every."""
+    """Inner steps of each warm-up round. Default: sync_every."""
 
     max_norm: Annotated[float, Field(gt=0)] | None = None
     """Largest norm of an averaged update. Default: no limit."""
@@ -150,31 +149,32 @@ class DiLoCoConfig(Section):
     """Compression of updates: a name, or a section such as {kind: topk, density: 0.01}."""
 
     fragments: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Parts of the model to average in turn, one every sync_every / fragments steps (Streaming
-    DiLoCo, arXiv:2501.18512)."""
+    """Number of parts of the model. Every sync_every / fragments steps, the clusters average the
+    next part (Streaming DiLoCo, arXiv:2501.18512)."""
 
     delay: Annotated[int, Field(ge=0, le=10**6)] = 0
-    """Inner steps that a cluster takes during the average of a fragment. With 0 the cluster
-    waits."""
+    """Inner steps that a cluster takes while it waits for the average of a fragment. 0: the cluster
+    takes no steps."""
 
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """delay: weight of the cluster's own values when the average arrives. 0 takes the average, 1
-    keeps the own values."""
+    """With delay: share of the cluster's own values when the average arrives. 0 takes the average,
+    1 keeps the own values."""
 
     engine: Literal["hub", "hivemind", "bucket"] = "hub"
-    """hub: clusters connect to the hub, and need only outgoing connections. hivemind: one of the
-    clusters has the hub, and libp2p finds it. bucket: clusters exchange files in object storage,
-    without a hub."""
+    """hub: clusters connect to a hub, and need only outgoing connections. hivemind: clusters find
+    each other by libp2p, and one of them does the work of the hub. bucket: clusters exchange files
+    in object storage."""
 
     url: BucketUrl | None = None
-    """engine bucket: s3://bucket/prefix, gs://… or file:///shared/folder, see docs/bucket.md."""
+    """With engine bucket: s3://bucket/prefix, gs://… or file:///shared/folder, see
+    docs/bucket.md."""
 
     hivemind: HivemindConfig | None = None
-    """engine hivemind: addresses, see docs/hivemind.md."""
+    """With engine hivemind: addresses, see docs/hivemind.md."""
 
     wait: Literal["all"] | WaitConfig = "all"
-    """When a round ends: with all connected clusters, or {time_boxed: 60s}, or {quorum: 2, grace:
-    30s}."""
+    """Condition for the end of a round. all: every connected cluster has contributed. Otherwise
+    {time_boxed: 60s} or {quorum: 2, grace: 30s}."""
 
     min_clusters: Annotated[int, Field(ge=1, le=4096)] = 1
     """Smallest number of contributions in a round."""
@@ -183,21 +183,22 @@ class DiLoCoConfig(Section):
     """Address of the hub. Default: isles starts a hub with the run."""
 
     public: Address | None = None
-    """Address of the started hub for clusters at other sites. Default: the name of this machine."""
+    """Address at which clusters of other sites reach the hub of this run. Default: the name of this
+    machine."""
 
     max_rate: Rate | None = None
     """Limit of a cluster's send rate, and of its receive rate. Default: no limit."""
 
     outlier: Annotated[float, Field(gt=1, le=10**6)] = 10.0
-    """isles refuses an update of more than this many times the usual size, and logs its cluster."""
+    """isles refuses an update of more than this many times the usual size, and logs the cluster."""
 
     dead_after: Annotated[DurationS, Field(ge=1)] = 10.0
-    """Time without a heartbeat after which a round continues without a cluster. The cluster may
+    """After this time without a heartbeat of a cluster, rounds continue without the cluster. It may
     reconnect."""
 
     deadline: Annotated[DurationS, Field(ge=1)] = 60.0
-    """Longest time that a cluster waits for an average. Then it continues, and applies the average
-    when it arrives."""
+    """Longest time that a cluster waits for an average. Then the cluster trains on, and applies the
+    average when it arrives."""
 
     def is_warmup(self, outer_step: int, num_fragments: int) -> bool:
         """True if a round, with this number of fragments, is one of the warmup_rounds."""

@@ -23,20 +23,21 @@ class CheckpointConfig(Section):
     """When to save checkpoints, and how many to keep."""
 
     every_steps: Annotated[int, Field(ge=1)] | None = 200
-    """Steps between two checkpoints. null saves only by time, on a stop and at the end."""
+    """isles saves after this number of steps, or after every_minutes if that is earlier, on a stop
+    and at the end. null: not by steps."""
 
     every_minutes: Annotated[float, Field(gt=0)] | None = 20.0
-    """Minutes between two checkpoints. null disables saving by time."""
+    """Largest number of minutes between two checkpoints. null: not by time."""
 
     keep: Annotated[int, Field(ge=1)] = 3
     """Number of checkpoints to keep. isles verifies a new checkpoint before it deletes an old
     checkpoint."""
 
     async_save: bool = True
-    """Write in the background while training continues."""
+    """Write checkpoints in the background while training continues."""
 
     export_on_finish: bool = True
-    """At the end, write RUN/model: a Hugging Face folder."""
+    """At the end of the run, write a Hugging Face folder to RUN/model."""
 
     export_dtype: Literal["base", "float32", "bfloat16", "float16"] = "base"
     """Type of the weights in an exported model. base: the type of the initial model files, or of
@@ -47,7 +48,7 @@ class CheckpointConfig(Section):
     peft's format."""
 
     max_shard_gb: Annotated[float, Field(ge=1e-6, le=1000)] = 5.0
-    """Largest weight file of an export in GB (10^9 bytes), which also bounds the memory for the
+    """Largest weight file of an export in GB (10^9 bytes). It also limits the memory for the
     export."""
 
     push_to_hub: HuggingFaceId | None = None
@@ -56,12 +57,13 @@ class CheckpointConfig(Section):
     run."""
 
     remote: Text | None = None
-    """Also keep verified checkpoints in NAME-N below this address: s3://bucket/prefix, gs://, hf://
-    or a folder. Needs `pip install 'isles[bucket]'` (gs: gcsfs). Never write credentials here, see
-    docs/checkpoints.md."""
+    """Checkpoint bucket: also keep verified checkpoints in NAME-N below this address, such as
+    s3://bucket/prefix, gs://, hf:// or a folder. Needs `pip install 'isles[bucket]'` (gs: gcsfs).
+    Never write credentials here, see docs/checkpoints.md."""
 
     timeout: DurationS = 1800.0
-    """Longest time for writing one checkpoint. Then the run stops with an error."""
+    """Longest time without progress while isles writes a checkpoint. Then the run stops with an
+    error."""
 
 
 TrackerName = Literal["jsonl", "tensorboard", "wandb", "mlflow"]
@@ -101,8 +103,8 @@ class WandbConfig(Section):
     """Tags of the run."""
 
     mode: Literal["online", "offline"] | None = None
-    """offline only records, and `wandb sync` uploads later. Default: $WANDB_MODE, else online with
-    a key, else offline."""
+    """offline only records; `wandb sync` uploads later. Default: $WANDB_MODE, else online with a
+    key, else offline."""
 
 
 class MLflowConfig(Section):

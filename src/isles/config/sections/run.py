@@ -32,7 +32,7 @@ class RunConfig(Section):
     """One training run, from its first to its last step."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "run"
-    """Short name; the run directory is OUTPUT_DIR/NAME-N."""
+    """Name of the run. The run directory is OUTPUT_DIR/NAME-N."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the weights, the order of the data and dropout."""
@@ -59,9 +59,9 @@ class RunConfig(Section):
     """How the ranks of a cluster share the model."""
 
     balance: BalanceConfig = "auto"
-    """Share of each rank in the global batch. auto: in proportion to its measured speed and within
-    its memory. even: the same for all ranks. Or shares by host or rank, such as {big-box: 3, "2":
-    1}."""
+    """Share of each rank in the global batch. auto: in proportion to the measured speed of the
+    rank, within its memory. even: the same for all ranks. A map sets shares by host or rank, such
+    as {big-box: 3, "2": 1}."""
 
     outer: OuterConfig = NoOuter()
     """How several clusters train one model over slow links."""

@@ -15,8 +15,7 @@ PipelineSchedule = Literal["1f1b", "gpipe", "interleaved-1f1b", "zbv"]
 
 
 class AutoStrategy(Section):
-    """ddp if the model and its optimizer fit on every GPU, else fsdp. isles logs its choice and the
-    reason."""
+    """ddp if the model and its optimizer fit on every GPU, else fsdp. The log shows the reason."""
 
     kind: Literal["auto"] = "auto"
     """isles chooses the kind."""
@@ -50,14 +49,15 @@ class DDPStrategyConfig(MeshSection):
     """The whole model on every rank."""
 
     bucket_cap_mb: Annotated[float, Field(gt=0, le=100_000)] = 25.0
-    """MiB of gradients in one message. Larger messages are fewer, and overlap less with the
-    backward pass."""
+    """MiB of gradients in one message. Fewer, larger messages overlap less with the backward
+    pass."""
 
     gradient_compression: Literal["none", "bf16", "fp16"] = "none"
     """Send gradients in this type: half the bytes, with rounding."""
 
     static_graph: bool = False
-    """Promise that every step uses the same parameters in the same order: a little faster."""
+    """Assume that every step uses the same parameters in the same order, which is a little
+    faster."""
 
 
 class FSDPStrategyConfig(MeshSection):
@@ -70,23 +70,24 @@ class FSDPStrategyConfig(MeshSection):
         "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD"
     ] = "FULL_SHARD"
     """FULL_SHARD gathers parameters for each use. SHARD_GRAD_OP keeps them gathered from forward to
-    backward. HYBRID_SHARD and HYBRID_SHARD_ZERO2 do the same within groups of shard_size ranks.
-    NO_SHARD keeps a full copy on each rank."""
+    backward. HYBRID_SHARD is FULL_SHARD within groups of shard_size ranks, and HYBRID_SHARD_ZERO2
+    is SHARD_GRAD_OP within them. NO_SHARD keeps a full copy on each rank."""
 
     shard_size: Size | None = None
-    """HYBRID_SHARD: number of ranks that share one copy. Default: the ranks of one node."""
+    """With HYBRID_SHARD: ranks that share one copy. Default: the ranks of one node."""
 
     transformer_layer_cls_to_wrap: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """Class names of the blocks to shard one by one. Default: isles finds them."""
 
     cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in CPU memory: slower, for a larger model."""
+    """Keep parameters, gradients and optimizer state in CPU memory, for a larger model. Slower."""
 
     forward_prefetch: Annotated[int, Field(ge=0, le=16)] = 0
-    """Blocks to gather early in the forward pass, in addition to FSDP2's own."""
+    """Number of blocks to gather early in the forward pass. With 0, only FSDP2's implicit prefetch
+    works."""
 
     backward_prefetch: Annotated[int, Field(ge=0, le=16)] = 0
-    """Blocks to gather early in the backward pass, in addition to FSDP2's own."""
+    """The same for the backward pass."""
 
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of gradients in messages. bf16 halves the bytes, with rounding."""

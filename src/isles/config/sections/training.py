@@ -24,8 +24,8 @@ class TrainingConfig(Section):
     """Length, batch size, optimizer and precision."""
 
     script: Text | None = None
-    """Your own Python script, which isles starts as every rank with torchrun's variables: see
-    docs/own-script.md. The file then needs only name, training.script and clusters."""
+    """Your own Python script. isles starts it once per rank, with torchrun's variables, see
+    docs/own-script.md. The run file then needs only name, training.script and clusters."""
 
     script_args: Annotated[tuple[Text | int | float, ...], Field(strict=False)] = ()
     """Arguments of the script, such as [--epochs, 20]. Process lists show them, so do not put
@@ -36,14 +36,14 @@ class TrainingConfig(Section):
     answer of a preference source to the rejected answer (arXiv:2305.18290)."""
 
     dpo_beta: Annotated[float, Field(gt=0, le=100)] = 0.1
-    """dpo: how close to keep the model to its initial weights. Larger is closer."""
+    """With dpo: a larger value keeps the model closer to its initial weights."""
 
     dpo_label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """dpo: assumed share of preferences with swapped answers."""
+    """With dpo: assumed share of pairs with swapped answers."""
 
     max_steps: PositiveInt | None = None
-    """Length of the run in inner (optimizer) steps. On the command line, max_steps and
-    num_train_epochs replace each other."""
+    """Length of the run in inner (optimizer) steps. On the command line, max_steps replaces
+    num_train_epochs, and the reverse."""
 
     num_train_epochs: Annotated[float, Field(gt=0, le=10**6)] | None = None
     """Length of the run in passes over the training data. A pass reads each sample once, and its
@@ -52,7 +52,8 @@ class TrainingConfig(Section):
 
     max_time: Annotated[DurationS, Field(gt=0)] | None = None
     """Wall-clock limit of training in one attempt, without preparation. Then isles saves and exits
-    with 85, and `isles train` resumes the run. Given alone, max_time is the length of the run."""
+    with 85, and `isles train` resumes the run. Without another length, max_time is the length of
+    the run."""
 
     global_batch_size: PositiveInt = 64
     """Sequences, or preference pairs, per inner step, over all ranks and gradient accumulation."""
@@ -60,21 +61,21 @@ class TrainingConfig(Section):
     micro_batch_size: (
         PositiveInt | Literal["auto"] | Annotated[dict[str, PositiveInt], Field(min_length=1)]
     ) = "auto"
-    """Sequences per rank in one forward pass, also by host, such as {big-box: 16}, with auto on the
-    other hosts. auto: the largest number that fits on the GPU, or at most 8 on a CPU. isles derives
-    the gradient accumulation."""
+    """Sequences per rank in one forward pass. auto: the largest number that fits on the GPU, or at
+    most 8 on a CPU. A map, such as {big-box: 16}, sets it for some hosts; the others have auto.
+    isles derives the gradient accumulation."""
 
     learning_rate: Annotated[float, Field(gt=0, le=100)] = 4e-4
     """Peak learning rate."""
 
     lr_scheduler_type: Scheduler = "cosine"
-    """Shape of the learning rate after the warm-up. wsd: stable, then a linear decay."""
+    """Learning rate after the warm-up. wsd: constant, then a linear decay."""
 
     warmup_steps: Annotated[int, Field(ge=0, le=10**12)] | Fraction = 0
-    """Steps of linear warm-up, or below 1 a share of the run, such as 0.05."""
+    """Steps of linear warm-up, or a share of the run below 1, such as 0.05."""
 
     decay_steps: PositiveInt | None = None
-    """wsd: steps of the final decay. Default: a fifth of the run."""
+    """With wsd: steps of the final decay. Default: a fifth of the run."""
 
     min_lr_ratio: Fraction = 0.0
     """Final learning rate as a share of the peak (linear, cosine and wsd)."""
@@ -96,7 +97,7 @@ class TrainingConfig(Section):
     """Momentum of sgd and muon."""
 
     weight_decay: Annotated[float, Field(ge=0, lt=10)] = 0.1
-    """Weight decay on matrices, never on norms and biases; decoupled in adamw and muon."""
+    """Weight decay of matrices, but not of norms and biases. Decoupled in adamw and muon."""
 
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest global gradient norm. null disables clipping."""
@@ -106,24 +107,25 @@ class TrainingConfig(Section):
     bf16-true: bf16 weights, which need the least memory."""
 
     stochastic_rounding: bool = False
-    """bf16-true with adamw or adamw_8bit: round updated weights at random, so that small updates
-    take effect on average. Needs `pip install 'isles[torchao]'`."""
+    """With bf16-true, and adamw or adamw_8bit: round updated weights at random, so that small
+    updates have an effect on average. Needs `pip install 'isles[torchao]'`."""
 
     gradient_checkpointing: Literal["none", "full", "selective"] = "none"
     """Recompute activations in the backward pass to save memory. selective keeps the results of
     matrix products and attention."""
 
     torch_compile: bool = False
-    """Compile the model with torch.compile: slower start, faster steps."""
+    """Compile the model with torch.compile, for a slower start and faster steps."""
 
     logging_steps: PositiveInt = 10
     """Steps between two records of loss, speed and memory."""
 
     eval_steps: PositiveInt | None = 200
-    """Steps between two evaluations. isles also evaluates at the end; null evaluates only then."""
+    """Steps between two evaluations. isles also evaluates at the end. null evaluates only at the
+    end."""
 
     eval_samples: PositiveInt | None = 512
-    """Validation sequences per evaluation, always the same ones. null uses all."""
+    """Validation sequences, the same in each evaluation. null uses all."""
 
 
 class WatchdogConfig(Section):
@@ -131,18 +133,18 @@ class WatchdogConfig(Section):
     keeps the stacks of all ranks in the run directory."""
 
     slow_factor: Annotated[float, Field(ge=2, le=10_000)] = 10.0
-    """How many times longer than usual a step takes before isles reports it as stuck."""
+    """isles reports a step as stuck after this multiple of the usual time of a step."""
 
     min_time: Annotated[DurationS, Field(ge=1)] = 60.0
-    """Shortest step that isles can report as stuck."""
+    """isles reports no step as stuck before this time."""
 
     max_silence: DurationS | None = 1800.0
-    """training.script: isles reports the script as stuck after this time without a reported step
-    and without output of any rank. null disables this report."""
+    """With training.script: isles reports the script as stuck if no rank has reported a step or
+    printed anything for this time. null disables this report."""
 
     action: Literal["report", "stop"] = "report"
-    """report logs the step, and waits until clusters.0.comm_timeout. stop ends the run, or restarts
-    its ranks up to clusters.0.max_restarts times."""
+    """report logs the step, and the ranks wait until clusters.0.comm_timeout is over. stop restarts
+    the ranks up to clusters.0.max_restarts times, then ends the run."""
 
 
 def needs_torchao(training: TrainingConfig) -> bool:
