@@ -83,7 +83,7 @@ strategies/stepper.py dist/test_failures.py unit/test_optimizer.py
 +             pass
 +         if max_norm
 = norms and biases decay
-train/optimizer.py unit/test_optimizer.py
+train/optimizer/make.py unit/test_optimizer.py
 - if p.ndim < 2], "weight_decay": 0.0}
 + if p.ndim < 2], "weight_decay": config.weight_decay}
 = the warmup begins at zero
