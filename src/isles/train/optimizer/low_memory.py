@@ -256,7 +256,7 @@ def _zero_moment(
     scale = torch.zeros((*part.shape[:-1], part.shape[-1] // block), device=part.device)
     if isinstance(codes, DTensor):
         shape = torch.Size((*codes.shape[:-1], codes.shape[-1] // block))
-        scale = DTensor.fromlocal(
+        scale = DTensor.from_local(
             scale,
             codes.device_mesh,
             codes.placements,

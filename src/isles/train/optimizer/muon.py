@@ -66,7 +66,7 @@ class Muon(Optimizer):
 
         def directions(start: int, end: int) -> Tensor:
             if start == end:
-                return weights[0].new_empty(0, *weights[0].shape, dtype=dtype)
+                return torch.empty(0, *weights[0].shape, dtype=dtype, device=weights[0].device)
             part = slice(start, end)
             ahead = torch._foreach_lerp(gradients[part], averages[part], group["momentum"])
             return torch.stack(ahead).to(dtype)
@@ -77,7 +77,7 @@ class Muon(Optimizer):
         new = torch._foreach_mul(weights, 1 - group["lr"] * group["weight_decay"])
         step_size = group["lr"] * 0.2 * max(parameters[0].shape) ** 0.5
         torch._foreach_add_(new, updates.unbind(), alpha=-step_size)
-        put(found_inf(self), (*weights, *buffers), (*new, *averages))
+        put(found_inf(self), [*weights, *buffers], [*new, *averages])
 
 
 def _stacks(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
@@ -87,7 +87,7 @@ def _stacks(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         cut = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
         alike.setdefault((p.shape, p.dtype, p.device, cut), []).append(p)
     for same in alike.values():
-        group = _copies_group() if not isinstance(same[0], DTensor) else _rows_group(same[0])
+        group = _rows_group(same[0]) or _copies_group(same[0])
         ranks = 1 if group is None else dist.get_world_size(group)
         held = local(same[0]).numel() or 1
         size = max(_LARGEST_STACK // held // ranks, 1) * ranks  # the same part for each rank
@@ -95,38 +95,43 @@ def _stacks(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
             yield same[start : start + size]
 
 
-def _copies_group() -> dist.ProcessGroup | None:
-    # The ranks that hold the same whole matrices; None if there is one.
-    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-    return None if is_alone else dist.group.WORLD
-
-
-def _axes(parameter: DTensor) -> list[int]:
-    # Axes of the mesh along which ranks hold different parts.
+def _cuts(parameter: Any) -> dict[int, Any]:
+    # Axes of the mesh along which ranks hold different parts, and these parts.
+    if not isinstance(parameter, DTensor):
+        return {}
     sizes = parameter.device_mesh.shape
-    placements = zip(parameter.placements, sizes, strict=True)
-    return [axis for axis, (p, size) in enumerate(placements) if size > 1 and not p.is_replicate()]
+    placements = enumerate(zip(parameter.placements, sizes, strict=True))
+    return {axis: cut for axis, (cut, size) in placements if size > 1 and not cut.is_replicate()}
 
 
-def _rows_group(parameter: DTensor) -> dist.ProcessGroup | None:
+def _rows_group(parameter: Any) -> dist.ProcessGroup | None:
     # The ranks that hold the rows of a matrix in their order; None if it is whole or cut otherwise.
-    match _axes(parameter):
-        case [axis] if type(cut := parameter.placements[axis]) is Shard and cut.dim == 0:
-            return parameter.device_mesh.get_group(axis)
+    match list(_cuts(parameter).items()):
+        case [(axis, cut)] if type(cut) is Shard and cut.dim == 0:
+            group: dist.ProcessGroup = parameter.device_mesh.get_group(axis)
+            return group
         case _:
             return None
 
 
+def _copies_group(parameter: Any) -> dist.ProcessGroup | None:
+    # Ranks that hold the same whole matrix; None if there is one rank, or the matrix is cut.
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        axes = [axis for axis, size in enumerate(mesh.shape) if size > 1]
+        return mesh.get_group(axes[0]) if axes and not _cuts(parameter) else None
+    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+    return None if is_alone else dist.group.WORLD
+
+
 def _updates(first: Any, count: int, directions: Directions) -> Tensor:
     # This rank's parts of the orthogonalized directions of a stack of parameters like `first`.
-    if not isinstance(first, DTensor):
-        copies = _copies_group()
-        if copies is not None:
-            return _gathered(first.shape, count, directions, copies)
-    elif (rows := _rows_group(first)) is not None:
+    if (rows := _rows_group(first)) is not None:
         return _exchanged(first.shape, count, directions, rows)
-    elif _axes(first):
-        return _cut(first, directions(0, count))
+    if (copies := _copies_group(first)) is not None:
+        return _gathered(first.shape, count, directions, copies)
+    if _cuts(first):
+        return _gathered_one_by_one(first, directions(0, count))
     return _orthogonalized(directions(0, count))
 
 
@@ -165,22 +170,22 @@ def _exchanged(
     whole_sizes = [owned[rank] * n * shape[1] for n in rows]
     received = mine.new_empty(sum(whole_sizes))
     dist.all_to_all_single(received, mine.view(-1), whole_sizes, sizes, group=group)
-    parts = received.split(whole_sizes)
+    parts = torch.split(received, whole_sizes)
     views = [part.view(owned[rank], n, shape[1]) for part, n in zip(parts, rows, strict=True)]
     whole = _orthogonalized(torch.cat(views, dim=1))
-    sent = torch.cat([part.reshape(-1) for part in whole.split(rows, dim=1)])
+    sent = torch.cat([part.reshape(-1) for part in torch.split(whole, rows, dim=1)])
     updates = torch.empty_like(mine)
     dist.all_to_all_single(updates.view(-1), sent, sizes, whole_sizes, group=group)
     return updates
 
 
-def _cut(first: DTensor, directions: Tensor) -> Tensor:
+def _gathered_one_by_one(first: DTensor, directions: Tensor) -> Tensor:
     # Tensor parallel shards some matrices by columns, and FSDP2 shards their parts again. Such
     # matrices are gathered one by one, and orthogonalized by every rank.
     device = directions.device
     whole = []
     for direction in directions:
-        cut = torch.empty_like(first, dtype=direction.dtype)
+        cut: Any = torch.empty_like(first, dtype=direction.dtype)
         local(cut).copy_(direction)
         whole.append(cut.full_tensor())
     copies = [Replicate()] * first.device_mesh.ndim

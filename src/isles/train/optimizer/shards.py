@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ def found_inf(optimizer: Optimizer) -> Tensor | None:
     return flag
 
 
-def put(stops: Tensor | None, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+def put(stops: Tensor | None, old: list[Tensor], new: list[Tensor]) -> None:
     """Copy new values into old tensors, unless `stops` is 1.0."""
     if stops is None:
         torch._foreach_copy_(old, new)
