@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -23,21 +22,20 @@ from isles.run.env import RankEnv
 from isles.strategies.stepper import Stepper
 from isles.train.optimizer import muon
 from isles.train.optimizer.make import make_optimizers
-from tests.each import each
 from tests.ranks import run_ranks
 
-UPS, ROWS = 3, 5
-"""Matrices of one shape; rows of a matrix that no number of ranks divides."""
+PAIRS, ROWS = 3, 2
+"""Pairs of matrices of one shape; rows of a matrix that has fewer rows than there are ranks."""
 
 
 class Model(nn.Module):
-    """Three pairs of tall and wide matrices, and a pair that is not cut evenly."""
+    """Pairs of tall and wide matrices, and a pair that is not cut evenly."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.up = nn.ModuleList(nn.Linear(8, 12, bias=False) for _ in range(UPS))
-        self.down = nn.ModuleList(nn.Linear(12, 8, bias=False) for _ in range(UPS))
+        self.up = nn.ModuleList(nn.Linear(8, 12, bias=False) for _ in range(PAIRS))
+        self.down = nn.ModuleList(nn.Linear(12, 8, bias=False) for _ in range(PAIRS))
         self.odd = nn.ModuleList([nn.Linear(8, ROWS, bias=False), nn.Linear(ROWS, 8, bias=False)])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,70 +52,48 @@ def whole(tensor: Any) -> Any:
 
 
 def trained(env: RankEnv, replicas: int, shards: int, tp: int, stack: int) -> Any:
-    """Weights and momentum after three steps, calls of collectives in the last step, and the number
-    of matrices that this rank has orthogonalized in it."""
+    """Weights and momentum after three steps with the same gradients on all ranks."""
     world = join_world(env, device="cpu", timeout_s=60)
-    torch.set_num_threads(1)
     muon._LARGEST_STACK = stack
     model = Model()
     if replicas * shards * tp > 1:
         mesh = init_device_mesh("cpu", (replicas, shards, tp), mesh_dim_names=("r", "s", "tp"))
         if tp > 1:
-            ups = {f"up.{index}": ColwiseParallel() for index in range(UPS)}
-            downs = {f"down.{index}": RowwiseParallel() for index in range(UPS)}
+            ups = {f"up.{index}": ColwiseParallel() for index in range(PAIRS)}
+            downs = {f"down.{index}": RowwiseParallel() for index in range(PAIRS)}
             parallelize_module(model, mesh["tp"], {**ups, **downs})
         fully_shard(model, mesh=mesh["r", "s"] if replicas > 1 else mesh["s"])
     config = TrainingConfig(max_steps=1, optimizer="muon", weight_decay=0.1)
     optimizers = make_optimizers(config, model)
     stepper = Stepper([model], lambda _: optimizers, device=world.device, precision="32-true")
-    solved = []
-    orthogonalized = muon._orthogonalized
-
-    def counted(x: Tensor) -> Tensor:
-        solved.append(len(x))
-        return orthogonalized(x)
-
-    muon._orthogonalized = counted
-    comm = CommDebugMode()
     for step in range(3):
-        dice = torch.Generator().manual_seed(step)
-        x = torch.randn(16, 8, generator=dice)
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
         (model(x) - x.flip(1)).square().mean().backward()
-        solved.clear()
-        comm = CommDebugMode()
-        with comm:
-            stepper.step(lr=0.02, max_norm=None)
-    (optimizer,) = optimizers
-    weights = {name: whole(p) for name, p in model.named_parameters()}
-    momentum = [whole(state["momentum_buffer"]) for state in optimizer.state.values()]
-    counts = {str(name).rpartition(".")[2]: n for name, n in comm.get_comm_counts().items()}
+        stepper.step(lr=0.02, max_norm=1.0)
+    weights = [whole(p) for p in model.parameters()]
+    momentum = [whole(state["momentum_buffer"]) for state in optimizers[0].state.values()]
     leave_world()
-    return weights, momentum, counts, sum(solved)
+    return weights + momentum
 
 
-LARGE = 2**26
+LARGE, SMALL = 2**26, 1
 ONE = (1, 1, 1)
-LAYOUTS = [
-    (2, ONE, LARGE),
-    (4, ONE, LARGE),
-    (2, (1, 2, 1), LARGE),
-    (3, (1, 3, 1), LARGE),
-    (2, (1, 2, 1), 1),
-    (4, (2, 2, 1), LARGE),
-    (2, (2, 1, 1), LARGE),
-    (2, (1, 1, 2), LARGE),
-    (4, (1, 2, 2), LARGE),
-]
+LAYOUTS = {
+    "ddp": (4, ONE, LARGE),
+    "ddp, stacks of a matrix for each rank": (2, ONE, SMALL),
+    "fsdp": (2, (1, 2, 1), LARGE),
+    "fsdp, more ranks than rows": (3, (1, 3, 1), LARGE),
+    "fsdp, stacks of a matrix for each rank": (2, (1, 2, 1), SMALL),
+    "hybrid": (4, (2, 2, 1), LARGE),
+    "no shard": (2, (2, 1, 1), LARGE),
+    "tensor parallel": (2, (1, 1, 2), LARGE),
+    "fsdp and tensor parallel": (4, (1, 2, 2), LARGE),
+}
 
 
-@each(*LAYOUTS)
-def test_every_layout_gives_the_weights_of_one_process(ranks, layout, stack):
+def test_every_layout_gives_the_weights_of_one_process():
     (reference,) = run_ranks(trained, 1, *ONE, LARGE)
-    for rank, (weights, momentum, counts, solved) in enumerate(
-        run_ranks(trained, ranks, *layout, stack)
-    ):
-        print(ranks, layout, rank, counts, solved)
-        for name, wanted in reference[0].items():
-            np.testing.assert_allclose(weights[name], wanted, rtol=1e-4, atol=1e-5)
-        for found, wanted in zip(momentum, reference[1], strict=True):
-            np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    for name, (ranks, layout, stack) in LAYOUTS.items():
+        for found in run_ranks(trained, ranks, *layout, stack):
+            for one, wanted in zip(found, reference, strict=True):
+                np.testing.assert_allclose(one, wanted, rtol=1e-4, atol=1e-5, err_msg=name)

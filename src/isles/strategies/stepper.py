@@ -179,6 +179,7 @@ def _by_mesh(tensors: Sequence[Any]) -> list[list[Any]]:
     return list(groups.values())
 
 
+@torch.no_grad()
 def _multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
     # The fused optimizers could divide by a `grad_scale` instead. Their kernels then write the
     # gradients as well, so that saves one read, and they divide in fp64, which is 64 times slower

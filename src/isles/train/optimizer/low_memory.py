@@ -105,7 +105,8 @@ class LowMemoryAdamW(Optimizer):
                 stepped = [p for p in group["params"] if p.grad is not None]
                 if stepped:
                     steps = [self.state[p]["step"] for p in stepped]
-                    torch._foreach_add_(steps, 1 - stops)
+                    # torch would read a single tensor back as a number.
+                    torch._foreach_add_(steps, [1 - stops] * len(steps))
                 lr = torch.full((), group["lr"], device=self._device)
                 for parameters in self._stacks(stepped):
                     self._step_stack(parameters, group, lr, stops, place)

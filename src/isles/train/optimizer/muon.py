@@ -149,7 +149,9 @@ def _gathered(
     sent = own.new_zeros(each, *shape)
     sent[: end - start] = own
     everything = own.new_empty(ranks * each, *shape)
-    dist.all_gather_into_tensor(everything, sent, group=group)
+    # The old name is deprecated in torch 2.13; torch 2.11 has only the old name.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(everything, sent, group=group)
     return everything[:count]
 
 
