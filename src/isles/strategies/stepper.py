@@ -227,8 +227,8 @@ class StepGuard:
         """Step an optimizer unless poisoned, or unless `skip` is 1.0 for this step.
 
         Args:
-            optimizer: a fused optimizer of torch, or one of `train/optimizer/`. Both skip by
-                `found_inf`, as a loss scaler uses it, without a synchronization.
+            optimizer: a fused optimizer of torch or an optimizer of `train/optimizer/`. Both skip
+                by `found_inf`, as a loss scaler uses it, without a synchronization.
         """
         stops = self._poison if skip is None else torch.maximum(self._poison, skip)
         # For offloaded parameters, torch would read its copy before it has arrived.

@@ -27,9 +27,10 @@ _LEAST_NUMEL = 4096
 _LONGEST_BLOCK, _SHORTEST_BLOCK = 256, 32
 """Numbers that share one scale. Smaller blocks would spend the saved memory on scales."""
 
-_LARGEST_STACK = 2**24
-"""Numbers of small parameters that are stepped together. A launch costs the host as much time as a
-GPU needs for about as many numbers, so larger parameters are stepped one by one, without a copy."""
+_GPU_STACK, _CPU_STACK = 2**24, 2**16
+"""Numbers of small parameters that are stepped together. A GPU needs about as much time for 2**24
+numbers as the host needs for a launch; 2**16 numbers stay in the cache of a CPU. Larger parameters
+are stepped one by one, without a copy."""
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -122,7 +123,8 @@ class LowMemoryAdamW(Optimizer):
                 key = (part.shape, part.dtype, moment.dtype, _shard(p))
                 alike.setdefault(key, []).append(p)
         for same in alike.values():
-            size = max(_LARGEST_STACK // local(same[0].data).numel(), 1)
+            most = _GPU_STACK if self._device.type == "cuda" else _CPU_STACK
+            size = max(most // local(same[0].data).numel(), 1)
             for start in range(0, len(same), size):
                 yield same[start : start + size]
 
@@ -197,7 +199,7 @@ def adamw_step(
         steps: of each parameter, including this step; of as many dimensions as the weights.
         moments: numbers and None, or codes and the scale of each block.
         qmaps: numbers of the codes, for each moment.
-        stops: 1.0: change nothing.
+        stops: 1.0 if nothing may change, else 0.0.
     """
     keeps = stops != 0
     gradient = gradients.float()

@@ -16,8 +16,9 @@ from isles.train.optimizer.shards import found_inf, local, put
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS, _EPS = 5, 1e-7
 
-_LARGEST_STACK = 2**26
-"""Numbers of a stack of matrices on one rank: 128 MiB in bf16. A larger stack saves no time."""
+_LARGEST_STACK = 2**24
+"""Numbers of a stack of matrices on one rank. A step adds up to 14 bytes for each number to the
+memory of weights and state: 235 MB. A stack has at least one matrix for each rank."""
 
 Directions = Callable[[int, int], Tensor]
 """Returns this rank's parts of a range of a stack."""
@@ -26,13 +27,13 @@ Directions = Callable[[int, int], Tensor]
 class Muon(Optimizer):
     """Muon with Nesterov momentum and updates of AdamW's size, on whole or sharded matrices.
 
-    The mathematics is that of `torch.optim.Muon` with `match_rms_adamw`. Newton-Schulz iterations
+    `torch.optim.Muon` with `match_rms_adamw` gives the same updates. Newton-Schulz iterations
     cost 15 to 30 n^3 operations a matrix, so each rank computes only its part of the matrices. A
     shape needs one all-gather if all ranks hold whole matrices, and two all-to-all exchanges if
     ranks hold rows of them. All ranks must call `step` with gradients for the same parameters.
 
     Args:
-        parameters: matrices. Parameters that are no DTensors are equal on all ranks.
+        parameters: matrices. Plain parameters, which are not DTensors, are equal on all ranks.
 
     Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon), torch/optim/_muon.py; Liu et al.
     2025 (arXiv:2502.16982) for the size of updates.
@@ -61,15 +62,17 @@ class Muon(Optimizer):
         gradients = [local(p.grad) for p in parameters]
         buffers = [local(self.state[p]["momentum_buffer"]) for p in parameters]
         averages = torch._foreach_lerp(buffers, gradients, 1 - group["momentum"])
+        device, shape = weights[0].device, weights[0].shape
         # torch iterates in bf16, which a CPU without AVX-512 emulates eight times slower than fp32.
-        dtype = torch.float32 if weights[0].device.type == "cpu" else torch.bfloat16
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
 
         def directions(start: int, end: int) -> Tensor:
-            if start == end:
-                return torch.empty(0, *weights[0].shape, dtype=dtype, device=weights[0].device)
-            part = slice(start, end)
-            ahead = torch._foreach_lerp(gradients[part], averages[part], group["momentum"])
-            return torch.stack(ahead).to(dtype)
+            stack = torch.empty(end - start, *shape, dtype=dtype, device=device)
+            if end > start:
+                part = slice(start, end)
+                ahead = torch._foreach_lerp(gradients[part], averages[part], group["momentum"])
+                torch._foreach_copy_(stack.unbind(), ahead)
+            return stack
 
         updates = _updates(parameters[0], len(parameters), directions)
         # A foreach of tensors of two types is a loop of single operations.
