@@ -7,8 +7,8 @@
 | gatherings of the head's weights under fsdp, per micro-batch | 2 | 1 | 1 |
 | casts of an adapted layer beyond those of its products | 4 | 0 | 0 |
 | numbers that a step reads, adamw_8bit, rounding, SGD on shards, Muon | 1 or more | 0 | 0 |
-| collectives of Muon for the 4 matrices of a shape, 2 and 8 ranks, ddp | 0 | 1 | 1 |
-| collectives of Muon for the 4 matrices of a shape, 2 and 8 ranks, fsdp | 58 | 2 | 2 |
+| collectives of Muon for 8 matrices of a shape, ddp | 0 | 1 | 1 |
+| collectives of Muon for 8 matrices of a shape, fsdp | 117 | 2 | 2 |
 | matrices that a rank orthogonalizes, 8 of a shape, 8 ranks | 8 | 1 | 1 |
 | passes over the gradients between norm and step, fp16 and clipping | 2 | 1 | 1 |
 """
