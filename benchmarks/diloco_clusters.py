@@ -29,7 +29,7 @@ from isles.outer.layout import FragmentLayout, make_layout
 from isles.outer.trainer.sync import Schedule, schedule_of
 from isles.train.metrics import evaluate
 from isles.train.model import count_parameters, whole_model
-from isles.train.optimizer import make_optimizers
+from isles.train.optimizer.make import make_optimizers
 from isles.train.strategy import make_engine, resolve_mesh
 
 FRAGMENTS = "+fragments"

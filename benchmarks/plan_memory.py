@@ -61,9 +61,8 @@ from isles.facts.memory.step import StepMemory, memory_of
 from isles.models.adapter import add_adapter, frozen_dtype
 from isles.models.recompute import set_gradient_checkpointing
 from isles.strategies.sequence import use_context_parallel_attention
-from isles.strategies.stepper import StepGuard
 from isles.train.model import weights_dtype
-from isles.train.optimizer import make_optimizers
+from isles.train.optimizer.make import make_optimizers
 from isles.train.strategy import is_sharded, make_engine
 
 BAR = 0.05
@@ -260,17 +259,17 @@ def as_a_gpu_keeps_it() -> Iterator[None]:
     all scores, and its AdamW in 8 bits, which is not compiled, copies. And what other stages of a
     pipeline answer: that they know the shapes, as this one does."""
     from torch.distributed.pipelining.stage import PipelineStage
-    from torchao.optim import adam, subclass_8bit
+    from torchao.optim import subclass_8bit
 
     subclass_8bit.get_qmap_signed()  # made by values, once
     subclass_8bit.get_qmap_unsigned()
+    from isles.train.optimizer import low_memory
 
     places = (
         (nn.functional, "dropout"),
         (nn.functional, "scaled_dot_product_attention"),
-        (adam, "single_param_adam"),
+        (low_memory, "adamw_step"),
         (PipelineStage, "_warmup_backward_result"),
-        (StepGuard, "step"),
     )
     before = [getattr(owner, name) for owner, name in places]
 
@@ -280,7 +279,7 @@ def as_a_gpu_keeps_it() -> Iterator[None]:
 
     try:
         for (owner, name), own in zip(
-            places, (dropout, _fused, _step_nothing, _all_know, _step_always), strict=True
+            places, (dropout, _fused, _step_nothing, _all_know), strict=True
         ):
             setattr(owner, name, own)
         yield
@@ -289,13 +288,8 @@ def as_a_gpu_keeps_it() -> Iterator[None]:
             setattr(owner, name, own)
 
 
-def _step_nothing(*state: Any) -> None:
-    """AdamW's step of one tensor, which changes all in place."""
-
-
-def _step_always(guard: Any, optimizer: Any, *, skip: Any = None) -> None:
-    """A step of an optimizer that is not asked whether something was not finite."""
-    optimizer.step()
+def _step_nothing(*state: Any, **options: Any) -> None:
+    """AdamW's step of a stack, which changes all in place."""
 
 
 def _all_know(stage: Any, received_result: Any = None) -> Any:

@@ -19,7 +19,7 @@ from isles.models.attention import use_maskless_attention
 from isles.models.build import build_empty_model, build_model, fill_model
 from isles.strategies.base import Engine
 from isles.train.model import weights_dtype
-from isles.train.optimizer import make_optimizers
+from isles.train.optimizer.make import make_optimizers
 from isles.train.strategy import is_sharded, make_engine, resolve_mesh
 
 

@@ -82,8 +82,16 @@ strategies/stepper.py dist/test_failures.py unit/test_optimizer.py
 -         if max_norm
 +             pass
 +         if max_norm
+= a skipped step changes Muon's weights
+train/optimizer/shards.py unit/test_optimizer.py
+- torch.where(keeps, before, after, out=before)
++ before.copy_(after)
+= Muon's updates come back to other ranks' rows
+train/optimizer/muon.py dist/test_muon.py
+- torch.cat([part.reshape(-1) for part in torch.split(whole, rows, dim=1)])
++ whole.reshape(-1)
 = norms and biases decay
-train/optimizer.py unit/test_optimizer.py
+train/optimizer/make.py unit/test_optimizer.py
 - if p.ndim < 2], "weight_decay": 0.0}
 + if p.ndim < 2], "weight_decay": config.weight_decay}
 = the warmup begins at zero

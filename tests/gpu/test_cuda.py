@@ -40,13 +40,14 @@ def test_a_whole_run_on_one_gpu(run_file: Path, precision: str) -> None:
     assert launch["device"] == "cuda"
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "sgd", "muon"])
 @pytest.mark.parametrize("strategy", [DDPStrategyConfig(), FSDPStrategyConfig()])
-def test_no_step_waits_for_the_gpu(tiny_model, strategy, monkeypatch):
+def test_no_step_waits_for_the_gpu(tiny_model, strategy, optimizer, monkeypatch):
     """CPU twin: tests/unit/test_optimizer.py. liger-kernel waits once in each micro-batch."""
     monkeypatch.setattr("isles.strategies.head._find_liger", lambda: None)
     world = join_world(RankEnv(0, 0, 1, 1, 0, None), device="cuda", timeout_s=60)
     try:
-        engine = engine_of(fake_run(tiny_model), strategy, world)
+        engine = engine_of(fake_run(tiny_model, optimizer=optimizer), strategy, world)
         ids = torch.arange(32, device=world.device).reshape(2, 16)
         batch = Batch(ids, ids, (0, 1))
 

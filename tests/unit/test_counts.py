@@ -6,6 +6,11 @@
 | bytes moved for each logit, besides the products' operands | 44 | 14 | 16 |
 | gatherings of the head's weights under fsdp, per micro-batch | 2 | 1 | 1 |
 | casts of an adapted layer beyond those of its products | 4 | 0 | 0 |
+| numbers that a step reads, adamw_8bit, rounding, SGD on shards, Muon | 1 or more | 0 | 0 |
+| collectives of Muon for 8 matrices of a shape, ddp | 0 | 1 | 1 |
+| collectives of Muon for 8 matrices of a shape, fsdp | 117 | 2 | 2 |
+| matrices that a rank orthogonalizes, 8 of a shape, 8 ranks | 8 | 1 | 1 |
+| passes over the gradients between norm and step, fp16 and clipping | 2 | 1 | 1 |
 """
 
 from __future__ import annotations
@@ -14,9 +19,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 from isles.config.layout import make_layout
 from isles.config.sections.model import AdapterConfig
 from isles.config.sections.strategy import FSDPStrategyConfig
+from isles.config.sections.training import TrainingConfig
 from isles.dist.mesh import make_mesh
 from isles.dist.world import World
 from isles.facts.memory.step import chunk_tokens
@@ -33,6 +43,9 @@ from isles.strategies import head as head_module
 from isles.strategies.fsdp import shard_model
 from isles.strategies.objective import CausalLM
 from isles.strategies.sequence import MicroBatchPart
+from isles.strategies.stepper import Stepper
+from isles.train.optimizer import muon
+from isles.train.optimizer.make import make_optimizers
 from tests.each import each
 from tests.small_models import small_model
 
@@ -189,3 +202,112 @@ def test_the_head_is_gathered_once_per_micro_batch():
             # Of these only the embedding, which is as large as the head, and at the end.
             assert len(backward.sizes) == layers + 1
             assert backward.sizes.index(head_size) == layers
+
+
+CPU = torch.device("cpu")
+
+
+class Calls(TorchDispatchMode):
+    """Counts operations by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name().removeprefix("aten::").partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+    def count(self, *names: str) -> int:
+        return sum(self.names.count(name) for name in names)
+
+
+class Matrices(nn.Module):
+    """Matrices of two shapes, and a norm."""
+
+    def __init__(self, each: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        wide = [nn.Linear(64, 32, bias=False, dtype=dtype) for _ in range(each)]
+        tall = [nn.Linear(64, 128, bias=False, dtype=dtype) for _ in range(each)]
+        self.matrices = nn.ModuleList([*wide, *tall])
+        self.norm = nn.RMSNorm(64, dtype=dtype)
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+
+def stepper_of(each: int, *, shards: int = 0, **settings: Any) -> Stepper:
+    """With gradients of ones, after a first step."""
+    precision = settings.get("precision", "32-true")
+    model = Matrices(each, torch.bfloat16 if precision == "bf16-true" else torch.float32)
+    if shards:
+        fully_shard(model, mesh=init_device_mesh("cpu", (shards,)))
+    config = TrainingConfig(max_steps=1, **settings)
+    stepper = Stepper(
+        [model], lambda module: make_optimizers(config, module), device=CPU, precision=precision
+    )
+    fill(stepper)
+    stepper.step(lr=1e-3, max_norm=1.0)
+    fill(stepper)
+    return stepper
+
+
+def fill(stepper: Stepper) -> None:
+    for parameter in stepper.parameters:
+        parameter.grad = torch.ones_like(parameter)
+
+
+OPTIMIZERS = [
+    {"optimizer": "adamw"},
+    {"optimizer": "adamw", "stochastic_rounding": True, "precision": "bf16-true"},
+    {"optimizer": "adamw_8bit"},
+    {"optimizer": "adamw_8bit", "stochastic_rounding": True, "precision": "bf16-true"},
+    {"optimizer": "sgd"},
+    {"optimizer": "muon"},
+    {"optimizer": "muon", "precision": "fp16-mixed"},
+]
+
+
+@pytest.mark.parametrize("shards", [0, 2])
+@each(*OPTIMIZERS)
+def test_a_step_reads_no_number_from_the_device(settings, *, shards):
+    with fake_ranks(2):
+        stepper = stepper_of(3, shards=shards, **settings)
+        with Calls() as calls:
+            stepper.step(lr=1e-3, max_norm=1.0)
+        assert calls.count("_local_scalar_dense", "is_nonzero", "nonzero") == 0
+        assert calls.names
+        with Calls() as calls:
+            stepper.good_steps()
+        assert calls.count("_local_scalar_dense") == 1, "the counter sees what it should see"
+
+
+@each((2, 2), (8, 1))
+def test_muon_sends_a_shape_at_once_and_shares_the_work(ranks, most, *, monkeypatch):
+    solved: list[int] = []
+    orthogonalized = muon._orthogonalized
+
+    def counted(x: Tensor) -> Tensor:
+        solved.append(len(x))
+        return orthogonalized(x)
+
+    monkeypatch.setattr(muon, "_orthogonalized", counted)
+    for shards, name, most_calls in ((0, "_allgather_base_", 1), (ranks, "alltoall_base_", 2)):
+        with fake_ranks(ranks):
+            stepper = stepper_of(8, shards=shards, optimizer="muon")
+            solved.clear()
+            with CommDebugMode() as calls:
+                stepper.step(lr=1e-3, max_norm=None)
+        counts = {str(op).rpartition(".")[2]: n for op, n in calls.get_comm_counts().items()}
+        assert counts.pop("all_reduce", 0) == (1 if shards else 0)  # the norm
+        assert counts == {name: 2 * most_calls}
+        assert solved == [8 // ranks] * 2
+
+
+@each(({}, 0), ({"max_norm": 1.0}, 1))
+def test_gradients_are_scaled_in_one_pass(clipping, passes):
+    for precision, more in (("32-true", 0), ("fp16-mixed", 1)):
+        stepper = stepper_of(2, optimizer="adamw", precision=precision)
+        with Calls() as calls:
+            stepper.step(lr=1e-3, **{"max_norm": None, **clipping})
+        assert calls.count("_foreach_mul_") == max(passes, more)

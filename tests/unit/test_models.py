@@ -38,7 +38,7 @@ from isles.run.manifest import Manifest
 from isles.strategies.fsdp import find_blocks
 from isles.train.data import data_cache
 from isles.train.model import base_files, base_of, count_parameters, flops_per_token, with_base
-from isles.train.optimizer import make_optimizers
+from isles.train.optimizer.make import make_optimizers
 from isles.train.probe import standing_bytes
 from isles.train.strategy import check_is_read_whole
 from tests.each import each

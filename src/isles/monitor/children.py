@@ -77,7 +77,7 @@ class Children:
         self._lines.put(line)
 
     def next(self, timeout_s: float | None) -> ChildLine | None:
-        """The next line of any child; None if no line comes in time (`timeout_s` None: no limit)."""
+        """The next line of any child; None if none comes in time (`timeout_s` None: no limit)."""
         try:
             line = self._lines.get(block=timeout_s != 0, timeout=timeout_s or None)
         except queue.Empty:

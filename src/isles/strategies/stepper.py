@@ -83,22 +83,22 @@ class Stepper:
         """
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = self._total_norm(gradients)
-        overflow = None
+        overflow = factor = None
         if self._scaler is not None:
-            norm = self._scaler.unscale(gradients, norm)
+            factor = self._scaler.inverse()
+            norm = norm * factor
             overflow = (~torch.isfinite(norm)).float()
             self._guard.agree()
         else:
             self._guard.watch(norm)
         if max_norm is not None:
-            for parameters in _by_mesh(self.parameters):
-                nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+            clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            factor = clip if factor is None else factor * clip
+        if factor is not None:
+            _multiply(gradients, factor)
         for optimizer in self._each_optimizer():
             for group in optimizer.param_groups:
-                if isinstance(group["lr"], Tensor):  # torchao compiles it with the step
-                    group["lr"].fill_(lr)
-                else:
-                    group["lr"] = lr
+                group["lr"] = lr
             self._guard.step(optimizer, skip=overflow)
         if self._scaler is not None and overflow is not None:
             self._scaler.update(overflow)
@@ -181,6 +181,20 @@ def _by_mesh(tensors: Sequence[Any]) -> list[list[Any]]:
     return list(groups.values())
 
 
+@torch.no_grad()
+def _multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    # The fused optimizers could divide by a `grad_scale` instead. Their kernels then write the
+    # gradients as well, so that saves one read, and they divide in fp64, which is 64 times slower
+    # than fp32 on GPUs for home use.
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        # DTensors of one operation are dispatched one by one, on the host.
+        part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        groups.setdefault((part.device, part.dtype), []).append(part)
+    for (device, _), parts in groups.items():
+        torch._foreach_mul_(parts, factor.to(device))  # offloaded gradients are on the CPU
+
+
 class StepGuard:
     """Records on the device, without a synchronization, that a value was not finite.
 
@@ -212,16 +226,17 @@ class StepGuard:
         return loss * torch.where(self._poison > 0, torch.nan, 1.0)
 
     def step(self, optimizer: Optimizer, *, skip: Tensor | None = None) -> None:
-        """Step an optimizer unless poisoned, or unless `skip` is 1.0 for this step."""
+        """Step an optimizer unless poisoned, or unless `skip` is 1.0 for this step.
+
+        Args:
+            optimizer: a fused optimizer of torch or an optimizer of `train/optimizer/`. Both skip
+                by `found_inf`, as a loss scaler uses it, without a synchronization.
+        """
         stops = self._poison if skip is None else torch.maximum(self._poison, skip)
-        if optimizer.defaults.get("fused"):
-            # The fused kernels skip by this flag, as a loss scaler uses it, without a sync. For
-            # offloaded parameters, torch would read its copy before it has arrived.
-            where = optimizer.param_groups[0]["params"][0].device
-            optimizer.found_inf = stops.to(where)  # type: ignore[attr-defined]
-            optimizer.step()
-        elif stops.item() == 0:
-            optimizer.step()
+        # For offloaded parameters, torch would read its copy before it has arrived.
+        where = optimizer.param_groups[0]["params"][0].device
+        optimizer.found_inf = stops.to(where)  # type: ignore[attr-defined]
+        optimizer.step()
 
     def count(self) -> None:
         """Count a completed optimizer step."""
@@ -248,12 +263,9 @@ class LossScaler:
         """The loss, scaled so that gradients are large enough for fp16."""
         return loss * self._scale
 
-    def unscale(self, gradients: Sequence[Tensor], norm: Tensor) -> Tensor:
-        """Divide the gradients, in place, and their norm by the scale."""
-        inverse = 1.0 / self._scale
-        for gradient in gradients:
-            gradient.mul_(inverse.to(gradient.device))  # offloaded gradients are on the CPU
-        return norm * inverse
+    def inverse(self) -> Tensor:
+        """Factor that gradients and their norm need."""
+        return 1.0 / self._scale
 
     def update(self, overflow: Tensor) -> None:
         """Update the scale; `overflow`: 1.0 if this step's norm was not finite."""

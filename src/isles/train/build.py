@@ -43,7 +43,7 @@ from isles.train.model import (
     keep_base,
     whole_model,
 )
-from isles.train.optimizer import make_optimizers
+from isles.train.optimizer.make import make_optimizers
 from isles.train.parts import Parts
 from isles.train.progress import Progress
 from isles.train.reach import adapter_notes
