@@ -127,8 +127,8 @@ The ranks also check that a run of `num_train_epochs` has at least `warmup_steps
 ## Resuming with other values
 
 If you change a value that affects the weights, isles [lets you
-choose](stop-and-resume.md#changed-values) between the old value, a new run, and the new value. A new
-length of the run affects the weights in two cases:
+choose](stop-and-resume.md#changed-values) between the old value, a new run, and the new value. A
+new length of the run affects the weights in two cases:
 
 - The run becomes shorter.
 - The run becomes longer, and this changes the learning rate of the next step: with `linear` and
