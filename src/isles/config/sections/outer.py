@@ -161,7 +161,7 @@ class DiLoCoConfig(Section):
 
     engine: Literal["hub", "hivemind", "bucket"] = "hub"
     """hub: clusters connect to a hub, and need only outgoing connections. hivemind: clusters find
-    each other by libp2p, and one of them does the work of the hub. bucket: clusters exchange files
+    each other by libp2p, and a cluster does the work of the hub. bucket: clusters exchange files
     in object storage."""
 
     url: BucketUrl | None = None
