@@ -106,7 +106,6 @@ isles checks these rules and the types before it starts anything:
   `data.seq_length`, and needs `attn_implementation: sdpa`. `pp_size` does not support `fp16-mixed`.
 - `offload_param` and an offload of the optimizer to nvme need `zero_stage: 3`. An offload to nvme
   needs `nvme_path`. `deepspeed` supports neither `muon` nor `bf16-true`.
-- Data given by a path or a glob must exist.
 
 The next rules need the model's `config.json`. If the file is not on this machine, the ranks check
 them:

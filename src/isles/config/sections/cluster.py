@@ -385,8 +385,8 @@ class ClusterConfig(Section):
     node, and auto means one."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Device of the ranks. auto: with local and ssh, cuda if the hosts have GPUs. With other
-    launchers, auto is cuda."""
+    """Device of the ranks. auto: with local and ssh, cuda if the hosts have GPUs. With a queue or
+    the manual launcher, auto is always cuda."""
 
     nodes: Annotated[int, Field(ge=1, le=1024)] | NodeRange | Literal["auto"] = "auto"
     """Number of nodes. MIN:MAX: the run continues with at least MIN nodes, and grows again when a

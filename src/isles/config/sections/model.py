@@ -62,9 +62,9 @@ class AdapterConfig(Section):
     """Low-rank adapters (arXiv:2106.09685) from peft, on a frozen model."""
 
     type: Literal["none", "lora", "qlora"] = "none"
-    """none trains every weight. lora freezes the model, and trains small matrices next to those of
-    the model. qlora also holds the frozen matrices in 4 bits (bitsandbytes), complete on every
-    rank. Other frozen weights have 16 bits, or 32 bits with training.precision 32-true."""
+    """none trains every weight. lora freezes the model, adds small matrices, and trains only these.
+    qlora also holds the frozen matrices in 4 bits (bitsandbytes), complete on every rank. Other
+    frozen weights have 16 bits, or 32 bits with training.precision 32-true."""
 
     r: Annotated[int, Field(ge=1, le=65_536)] = 16
     """Rank of the adapter matrices."""

@@ -81,7 +81,7 @@ class WaitConfig(Section):
     """Number of contributions after which a round ends when `grace` is over."""
 
     grace: Annotated[DurationS, Field(ge=0)] = 30.0
-    """With quorum: time in which a round still accepts the other clusters."""
+    """With quorum: time that the other clusters have after the quorum."""
 
 
 class HivemindConfig(Section):
@@ -153,8 +153,7 @@ class DiLoCoConfig(Section):
     next part (Streaming DiLoCo, arXiv:2501.18512)."""
 
     delay: Annotated[int, Field(ge=0, le=10**6)] = 0
-    """Inner steps that a cluster takes while it waits for the average of a fragment. 0: the cluster
-    takes no steps."""
+    """Inner steps that a cluster takes while it waits for the average of a fragment."""
 
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
     """With delay: share of the cluster's own values when the average arrives. 0 takes the average,
@@ -162,7 +161,7 @@ class DiLoCoConfig(Section):
 
     engine: Literal["hub", "hivemind", "bucket"] = "hub"
     """hub: clusters connect to a hub, and need only outgoing connections. hivemind: clusters find
-    each other by libp2p, and one of them does the work of the hub. bucket: clusters exchange files
+    each other by libp2p, and a cluster does the work of the hub. bucket: clusters exchange files
     in object storage."""
 
     url: BucketUrl | None = None
@@ -183,7 +182,7 @@ class DiLoCoConfig(Section):
     """Address of the hub. Default: isles starts a hub with the run."""
 
     public: Address | None = None
-    """Address at which clusters of other sites reach the hub of this run. Default: the name of this
+    """Address of the started hub, as clusters at other sites see it. Default: the name of this
     machine."""
 
     max_rate: Rate | None = None

@@ -23,11 +23,11 @@ class CheckpointConfig(Section):
     """When to save checkpoints, and how many to keep."""
 
     every_steps: Annotated[int, Field(ge=1)] | None = 200
-    """isles saves after this number of steps, or after every_minutes if that is earlier, on a stop
-    and at the end. null: not by steps."""
+    """Steps between two checkpoints. isles saves after every_steps or every_minutes, whichever
+    comes first, on a stop and at the end. null disables saving by steps."""
 
     every_minutes: Annotated[float, Field(gt=0)] | None = 20.0
-    """Largest number of minutes between two checkpoints. null: not by time."""
+    """Minutes between two checkpoints. null disables saving by time."""
 
     keep: Annotated[int, Field(ge=1)] = 3
     """Number of checkpoints to keep. isles verifies a new checkpoint before it deletes an old

@@ -83,11 +83,10 @@ class FSDPStrategyConfig(MeshSection):
     """Keep parameters, gradients and optimizer state in CPU memory, for a larger model. Slower."""
 
     forward_prefetch: Annotated[int, Field(ge=0, le=16)] = 0
-    """Number of blocks to gather early in the forward pass. With 0, only FSDP2's implicit prefetch
-    works."""
+    """Number of blocks to gather early in the forward pass. 0 leaves this to FSDP2."""
 
     backward_prefetch: Annotated[int, Field(ge=0, le=16)] = 0
-    """The same for the backward pass."""
+    """Number of blocks to gather early in the backward pass. 0 leaves this to FSDP2."""
 
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of gradients in messages. bf16 halves the bytes, with rounding."""
