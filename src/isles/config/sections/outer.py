@@ -78,10 +78,10 @@ class WaitConfig(Section):
     current state, with a share in proportion to their tokens."""
 
     quorum: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Number of contributions after which a round ends when `grace` is over."""
+    """A round ends `grace` after this number of clusters has contributed."""
 
     grace: Annotated[DurationS, Field(ge=0)] = 30.0
-    """With quorum: time that the other clusters have after the quorum."""
+    """With quorum: time for the other clusters to contribute."""
 
 
 class HivemindConfig(Section):

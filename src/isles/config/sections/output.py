@@ -23,8 +23,8 @@ class CheckpointConfig(Section):
     """When to save checkpoints, and how many to keep."""
 
     every_steps: Annotated[int, Field(ge=1)] | None = 200
-    """Steps between two checkpoints. isles saves after every_steps or every_minutes, whichever
-    comes first, on a stop and at the end. null disables saving by steps."""
+    """Steps between two checkpoints. If every_minutes is over first, isles saves then. isles also
+    saves on a stop and at the end of the run. null disables saving by steps."""
 
     every_minutes: Annotated[float, Field(gt=0)] | None = 20.0
     """Minutes between two checkpoints. null disables saving by time."""
@@ -63,7 +63,7 @@ class CheckpointConfig(Section):
 
     timeout: DurationS = 1800.0
     """Longest time without progress while isles writes a checkpoint. Then the run stops with an
-    error."""
+    error. With training.script: time from SIGTERM to a kill of the script, 60s if not set."""
 
 
 TrackerName = Literal["jsonl", "tensorboard", "wandb", "mlflow"]

@@ -38,7 +38,7 @@ class RunConfig(Section):
     """Seed of the weights, the order of the data and dropout."""
 
     output_dir: Text = "runs"
-    """Folder of the run directories, relative to the current folder."""
+    """Folder of the run directories, relative to clusters.workdir or the current folder."""
 
     model: ModelConfig
     """The model to train."""

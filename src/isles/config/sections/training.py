@@ -51,9 +51,9 @@ class TrainingConfig(Section):
     others."""
 
     max_time: Annotated[DurationS, Field(gt=0)] | None = None
-    """Wall-clock limit of training in one attempt, without preparation. Then isles saves and exits
-    with 85, and `isles train` resumes the run. Without another length, max_time is the length of
-    the run."""
+    """Wall-clock limit of training in one attempt, without preparation. isles then saves and exits
+    with 85, and `isles train` resumes the run. Without max_steps and num_train_epochs, max_time is
+    the length of the whole run, over all attempts, and the run then finishes with exit code 0."""
 
     global_batch_size: PositiveInt = 64
     """Sequences, or preference pairs, per inner step, over all ranks and gradient accumulation."""
@@ -72,7 +72,7 @@ class TrainingConfig(Section):
     """Learning rate after the warm-up. wsd: constant, then a linear decay."""
 
     warmup_steps: Annotated[int, Field(ge=0, le=10**12)] | Fraction = 0
-    """Steps of linear warm-up, or a share of the run below 1, such as 0.05."""
+    """Steps of linear warm-up. A number below 1, such as 0.05, is a share of the run."""
 
     decay_steps: PositiveInt | None = None
     """With wsd: steps of the final decay. Default: a fifth of the run."""
