@@ -87,7 +87,7 @@ required. Errors show further limits of a value.
 RULES = """\
 ## Rules between keys
 
-isles checks these rules and the types before it starts anything:
+isles checks the types and these rules before it starts anything:
 
 - Give `training.max_steps`, `training.num_train_epochs` or `training.max_time`, but not both of the
   first two. `max_time` alone needs `lr_scheduler_type: constant`.
@@ -127,7 +127,7 @@ The ranks also check that a run of `num_train_epochs` has at least `warmup_steps
 
 If you change a value that affects the weights, isles [lets you
 choose](stop-and-resume.md#changed-values) between the old value, a new run, and the new value. A
-new length of the run affects the weights in two cases:
+new length affects the weights in two cases:
 
 - The run becomes shorter.
 - The run becomes longer, and this changes the learning rate of the next step: with `linear` and

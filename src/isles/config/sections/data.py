@@ -39,16 +39,16 @@ class SourceConfig(Section):
 
     columns: dict[Annotated[str, Field(min_length=1)], Text] = {}  # noqa: RUF012 (pydantic copies defaults)
     """Names of columns that differ from the expected names, such as {instruction: question, output:
-    answer}. isles expects for chat: messages. instruct: instruction, input, output, history, or
-    prompt and completion. preference: prompt, chosen, rejected. These three types also: tools,
-    system, chat_template_kwargs, and in messages role, content, train. tokens: input_ids, labels,
-    attention_mask."""
+    answer}. Expected names for chat: messages. For instruct: instruction, input, output, history,
+    or prompt and completion. For preference: prompt, chosen, rejected. For these three types also:
+    tools, system, chat_template_kwargs, and in messages role, content, train. For tokens:
+    input_ids, labels, attention_mask."""
 
     ignore_fields: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """Columns, and fields of messages and tool calls, that isles ignores, such as [tools,
-    reasoning_content], see docs/data.md. The name content removes only the text next to a tool
-    call. isles refuses rows with calls, tools or thoughts that the chat template omits, unless this
-    list has the field."""
+    reasoning_content], see docs/data.md. content in this list removes only text next to
+    a tool call. isles refuses rows with calls, tools or thoughts that the chat template omits,
+    unless this list has the field."""
 
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Tokens to train, with chat and instruct. assistant: all assistant messages, with the end of

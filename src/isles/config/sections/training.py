@@ -42,8 +42,8 @@ class TrainingConfig(Section):
     """With dpo: assumed share of pairs with swapped answers."""
 
     max_steps: PositiveInt | None = None
-    """Length of the run in inner (optimizer) steps. On the command line, max_steps replaces
-    num_train_epochs, and the reverse."""
+    """Length of the run in inner (optimizer) steps. On the command line, max_steps and
+    num_train_epochs replace each other."""
 
     num_train_epochs: Annotated[float, Field(gt=0, le=10**6)] | None = None
     """Length of the run in passes over the training data. A pass reads each sample once, and its
@@ -62,8 +62,8 @@ class TrainingConfig(Section):
         PositiveInt | Literal["auto"] | Annotated[dict[str, PositiveInt], Field(min_length=1)]
     ) = "auto"
     """Sequences per rank in one forward pass. auto: the largest number that fits on the GPU, or at
-    most 8 on a CPU. A map, such as {big-box: 16}, sets it for some hosts; the others have auto.
-    isles derives the gradient accumulation."""
+    most 8 on a CPU. A map, such as {big-box: 16}, sets the number for some hosts, and other hosts
+    have auto. isles derives the gradient accumulation."""
 
     learning_rate: Annotated[float, Field(gt=0, le=100)] = 4e-4
     """Peak learning rate."""
