@@ -25,7 +25,7 @@ TOOLS = {
     "oumi": ("Oumi",),
 }
 """A page, and the tools whose names are in its table."""
-MOST_NAMES = 3
+MOST_NAMES = 2
 """Names that a reason shows."""
 
 
