@@ -25,7 +25,7 @@ TOOLS = {
     "oumi": ("Oumi",),
 }
 """A page, and the tools whose names are in its table."""
-MOST_NAMES = 4
+MOST_NAMES = 2
 """Names that a reason shows."""
 
 
@@ -52,7 +52,7 @@ def main() -> int:
 def key_list(tools: Iterable[str]) -> str:
     """Keys with another name in isles, keys that only move, and keys that isles does not have."""
     renamed: dict[tuple[str, str], list[str]] = {}
-    moved: list[str] = []
+    moved: dict[str, list[Alias]] = {}
     missing: dict[str, list[str]] = {}
     for alias in alias_keys().values():
         # docs/hivemind.md has the flags of OpenDiLoCo that begin with `hv`.
@@ -61,9 +61,12 @@ def key_list(tools: Iterable[str]) -> str:
         if alias.target is None:
             missing.setdefault(alias.note, []).append(alias.name)
         elif _only_moves(alias):
-            moved.append(alias.target)
+            moved.setdefault(alias.target or "", []).append(alias)
         else:
             renamed.setdefault((alias.target, alias.note), []).append(alias.name)
+    if len(moved) == 1:  # a list of one key would need more words than a row
+        for alias in moved.popitem()[1]:
+            renamed.setdefault((alias.target or "", ""), []).append(alias.name)
     return "\n".join((*_renamed(renamed), *_moved(moved), *_missing(missing))).strip()
 
 
@@ -89,13 +92,10 @@ def _says_more(note: str, target: str) -> bool:
     return len(words) == 1 or not words <= values
 
 
-def _moved(targets: list[str]) -> Iterator[str]:
-    names = _names(dict.fromkeys(targets))
-    if "," in names:
-        yield "\nThese names differ only in their section or prefix. In isles, they are:"
+def _moved(targets: Iterable[str]) -> Iterator[str]:
+    if names := _names(targets):
+        yield "\nOther keys differ only in their section or prefix. Their names in isles are:"
         yield f"{names}."
-    elif names:
-        yield f"\nOne more name differs only in its section or prefix. In isles, it is {names}."
 
 
 def _missing(found: dict[str, list[str]]) -> Iterator[str]:

@@ -168,8 +168,10 @@ def _outer(outer: OuterPlan) -> Iterator[RenderableType]:
     text += f"{format_duration(outer.hub_s)} at {outer.hub.name} ({outer.hub.confidence})"
     rows.append(("  the hub", text))
     if outer.overhead is not None:
-        text = f"{outer.overhead:.1%} of the time; at most {outer.max_overhead:.0%} with "
-        text += f"sync_every: {outer.least_sync_every} or more"
+        text = f"{outer.overhead:.1%} of the time"
+        if outer.overhead > outer.max_overhead:
+            text += f"; at most {outer.max_overhead:.0%} with sync_every: "
+            text += f"{outer.least_sync_every} or more"
         rows.append(("  sync", text))
     if outer.waits and (slowest := outer.slowest_s):
         idle = {line.cluster: 1 - (line.steps_s or slowest) / slowest for line in outer.lines}
