@@ -115,9 +115,8 @@ memory, because CUDA and fragmentation need the rest:
 """
 
 BEYOND = """\
-These numbers are estimates, not measurements ([accuracy](benchmarks.md#memory-estimates)). A
-longer `data.seq_length` and a larger `training.micro_batch_size` need more memory. For your own run
-file, type `isles plan run.yaml --gpus 4090`.
+These numbers are estimates, not measurements ([accuracy](benchmarks.md#memory-estimates)). For
+your own run file, type `isles plan run.yaml --gpus 4090`.
 
 With [FSDP or ZeRO](strategies.md), several GPUs share one model. With DDP, and always with QLoRA,
 every GPU holds the whole model, so the smallest GPU limits the size of the model.
