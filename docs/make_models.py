@@ -104,19 +104,19 @@ Find the largest model that fits on your GPU, and the model types that train.
 This table shows the largest of seven models that fits on one GPU, with `data.seq_length: 2048`,
 `training.micro_batch_size: 1` and `training.gradient_checkpointing: full`. "Full" trains all
 weights. "Full in bf16" trains them with `precision: bf16-true`, `optimizer: adamw_8bit` and
-`stochastic_rounding: true`. The other columns have the default precision and optimizer, and
-adapters have `r: 16`.
+`stochastic_rounding: true`. The other columns use the default precision and optimizer, and adapters
+with `r: 16`.
 """
 
 NEEDED = """\
-The next table shows the memory that a step needs, in GiB. A step may use 85 % of a GPU's memory,
-because CUDA and fragmentation need the rest:
+The next table shows the memory, in GiB, that a step needs on a GPU of 8 GB. On larger GPUs, isles
+computes the loss in larger chunks, which need up to 1.5 GiB more. A step may use 85 % of a GPU's
+memory, because CUDA and fragmentation need the rest:
 """
 
 BEYOND = """\
-These numbers are estimates, not measurements ([accuracy](benchmarks.md#memory-estimates)). A
-longer `data.seq_length` and a larger `training.micro_batch_size` need more memory. For your own run
-file, type `isles plan run.yaml --gpus 4090`.
+These numbers are estimates, not measurements ([accuracy](benchmarks.md#memory-estimates)). For
+your own run file, type `isles plan run.yaml --gpus 4090`.
 
 With [FSDP or ZeRO](strategies.md), several GPUs share one model. With DDP, and always with QLoRA,
 every GPU holds the whole model, so the smallest GPU limits the size of the model.
@@ -125,27 +125,24 @@ every GPU holds the whole model, so the smallest GPU limits the size of the mode
 
 Every causal text model of transformers with safetensors weights trains with `ddp`, `deepspeed` and
 `fsdp`. If isles does not find a model's blocks for `fsdp`, list their classes in
-`strategy.transformer_layer_cls_to_wrap`. For tensor, context and pipeline parallel, and for packed
-rows with separate documents (`data.isolate_documents`), this table must have a "yes" for the
-`model_type` in the model's `config.json`. Tests with small models compare each "yes" with one rank,
-or with each document alone.
+`strategy.transformer_layer_cls_to_wrap`. For tensor, context and pipeline parallel, and for
+separate documents in a packed sample (`data.isolate_documents`, the default for conversations),
+isles accepts only types with a "yes". `config.json` has the `model_type` of a model. For each
+"yes", tests compare small models with training on one rank, or on each document alone.
 """
 
 LIMITS = """\
 `cp_size` and `pp_size` do not support sliding windows. [Rules between
-keys](run-file.md#rules-between-keys) has the sizes that a model allows. If separate documents have
-no "yes", set `data.packing: false` or `data.isolate_documents: false`.
-
-`isles plan` knows the blocks of these types, and counts the memory of other types as a Llama's:
+keys](run-file.md#rules-between-keys) has the sizes that a model allows. For a type without a "yes"
+for separate documents, set `data.packing: false` or `data.isolate_documents: false`.
 """
 
 
 def write() -> str:
     """The whole page."""
     peaks = {method: _outcomes(method) for method in METHODS}
-    exact = ", ".join(sorted(KINDS))
     parts = [HEAD, *_fitting(peaks), "", NEEDED, *_memory(peaks), "", BEYOND, *_kinds(), "", LIMITS]
-    return "\n".join([*parts, f"{exact}."]) + "\n"
+    return "\n".join(parts)
 
 
 Outcomes = dict[str, list[Outcome]]
