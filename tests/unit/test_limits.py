@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -13,6 +15,7 @@ from isles.check.plan import NodePlan
 from isles.plan.find import find_machines
 from isles.run import limits
 from isles.run.env import rank_defaults, usable_cores
+from tests.each import each
 from tests.run_files import load
 
 ROOM = 1258291200
@@ -146,3 +149,12 @@ def test_a_quota_of_processor_time_counts(
     plan = NodePlan(name="a1", nproc=2)
     finding = next(f for f in machine(plan) if f.id == "cpu.cores")
     assert "3 cores" in finding.text
+
+
+@each(("6.1.0-microsoft-standard-WSL2", {}, False), ("6.1.0", {}, True))
+def test_ranks_on_gpus_get_an_allocator_whose_blocks_grow(release, environ, is_set, *, monkeypatch):
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release=release))
+    added = rank_defaults(device="cuda", nproc=1, interface=None, environ=environ)
+    assert added == ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if is_set else {})
+    for own in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        assert rank_defaults(device="cuda", nproc=1, interface=None, environ={own: "x"}) == {}

@@ -15,7 +15,7 @@ from torch import Tensor
 from isles.config.sections.training import Epochs
 from isles.data.mix import Dataset, Rows
 from isles.data.order import Float32Array, Int64Array
-from isles.dist.batch import IGNORE_INDEX, Batch, cu_seqlens
+from isles.dist.batch import IGNORE_INDEX, Batch, cu_seqlens, longest_document
 from isles.dist.split import RowSplit, even_split
 
 
@@ -237,19 +237,23 @@ def _on_host(
     # Computed on the CPU: on a GPU, `nonzero` makes the host wait.
     places_N = (targets_BT.flatten() != IGNORE_INDEX).nonzero().flatten()
     chooses = 0 < len(places_N) < targets_BT.numel()
+    seqlens_N = None if positions_BT is None else cu_seqlens(positions_BT)
+    longest = None
+    if seqlens_N is not None:
+        longest = longest_document(seqlens_N, input_ids_BT.shape[1])
     tensors = {
         "input_ids_BT": input_ids_BT,
         "targets_BT": targets_BT,
         "places_N": places_N if chooses else None,
         "reference_B": None if reference_B is None else torch.from_numpy(reference_B),
         "position_ids_BT": positions_BT,
-        "cu_seqlens_N": None if positions_BT is None else cu_seqlens(positions_BT),
+        "cu_seqlens_N": seqlens_N,
     }
     pinned: dict[str, Any] = {
         name: x.pin_memory() if x is not None and device.type == "cuda" else x
         for name, x in tensors.items()
     }
-    return Batch(sample_ids=sample_ids, **pinned)
+    return Batch(sample_ids=sample_ids, longest_document=longest, **pinned)
 
 
 def numbered_batches(

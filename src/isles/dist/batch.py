@@ -62,6 +62,9 @@ class Batch:
     """int32, set if position ids are set: start of each document in the flattened rows, and the
     total length, as variable-length attention kernels expect."""
 
+    longest_document: int | None = None
+    """Set if position ids are set: an upper bound of the documents' lengths, known on the host."""
+
     def sample(self, index: int) -> Batch:
         """The rows of one sample; `sample_ids` has at most one entry."""
         each = len(self.input_ids_BT) // max(1, len(self.sample_ids))
@@ -74,6 +77,7 @@ class Batch:
             reference_B=None if self.reference_B is None else self.reference_B[rows],
             position_ids_BT=positions,
             cu_seqlens_N=None if positions is None else cu_seqlens(positions),
+            longest_document=self.longest_document,
         )
 
 
@@ -84,6 +88,19 @@ def cu_seqlens(position_ids_BT: Tensor) -> Tensor:
     """
     begins_N = (position_ids_BT.flatten() == 0).nonzero().flatten()
     return F.pad(begins_N, (0, 1), value=position_ids_BT.numel()).to(torch.int32)
+
+
+def longest_document(cu_seqlens_N: Tensor, length: int) -> int:
+    """An upper bound of the documents' lengths: a power of two, or the length of a row.
+
+    Reads values, so on a GPU it waits. Few different numbers, so that torch.compile makes few
+    graphs.
+
+    Args:
+        length: tokens of a row.
+    """
+    longest = int(cu_seqlens_N.diff().max())
+    return min(length, 1 << (longest - 1).bit_length())
 
 
 def attends_plainly(config: Any) -> bool:
@@ -118,7 +135,10 @@ def _added(mask_B1TT: Tensor) -> Tensor:
 
 
 def isolation_inputs(
-    model: Any, position_ids_BT: Tensor, cu_seqlens_N: Tensor | None = None
+    model: Any,
+    position_ids_BT: Tensor,
+    cu_seqlens_N: Tensor | None = None,
+    longest: int | None = None,
 ) -> dict[str, Any]:
     """Model inputs, in addition to token ids, that keep the documents of a row apart.
 
@@ -138,12 +158,14 @@ def isolation_inputs(
         cu_seqlens_N: int32, start of each document in the flattened rows, and the total length;
             None
             if unknown, and then a mask is made instead.
+        longest: an upper bound of the documents' lengths; None: the length of a row.
     """
     inputs: dict[str, Any] = {"position_ids": position_ids_BT}
     attention = model.config._attn_implementation
     if cu_seqlens_N is not None and attention in (VARLEN, "flash_attention_2"):
-        # The kernels accept an upper bound; the exact maximum would need a GPU synchronization.
-        length = position_ids_BT.shape[1]
+        # The kernels start blocks for documents of this length, so a row's length would start many
+        # empty blocks. The exact maximum on the device would make the host wait.
+        length = longest or position_ids_BT.shape[1]
         inputs |= {"cu_seq_lens_q": cu_seqlens_N, "cu_seq_lens_k": cu_seqlens_N}
         inputs |= {"max_length_q": length, "max_length_k": length}
     elif attention in (MASKED, VARLEN, "sdpa") and attends_plainly(model.config):

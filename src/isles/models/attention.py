@@ -5,7 +5,9 @@ B: rows. T: tokens of a row. N: tokens of all rows. H: heads. D: head dimension.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
 from typing import Any
 
 import torch
@@ -93,6 +95,15 @@ def _has_kernel(config: Any, device: torch.device | None, dtype: torch.dtype | N
     return 0 < size <= 256 and size % 8 == 0 and not any(dropouts)
 
 
+@functools.cache
+def _shares_heads() -> bool:
+    # Whether the kernel takes fewer key heads than query heads, as from torch 2.13 on. Repeated,
+    # keys and values take 4 to 8 times the memory and traffic, in the backward pass too.
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
 def _attend(
     module: Any,
     query_BHTD: Tensor,
@@ -125,15 +136,13 @@ def _attend(
             fix="use model.attn_implementation: eager, or data.packing: false",
         )
     rows, heads, length, _ = query_BHTD.shape
-    # Before torch 2.13 the kernel requires as many key heads as query heads.
-    shared = heads // key_BHTD.shape[1]
-    key_BHTD, value_BHTD = (
-        x.repeat_interleave(shared, 1) if shared > 1 else x for x in (key_BHTD, value_BHTD)
-    )
+    shared, kind = heads // key_BHTD.shape[1], query_BHTD.device.type
+    if shared > 1 and not (kind != "cpu" and _shares_heads()):
+        key_BHTD, value_BHTD = (x.repeat_interleave(shared, 1) for x in (key_BHTD, value_BHTD))
     query_NHD, key_NHD, value_NHD = (
         x.transpose(1, 2).flatten(0, 1) for x in (query_BHTD, key_BHTD, value_BHTD)
     )
-    scale, kind = options.get("scaling"), query_BHTD.device.type
+    scale = options.get("scaling")
     if kind == "cpu":
         # One document after another. Reading the lengths on a CPU does not wait.
         lengths = cu_seq_lens_q.diff().tolist()
@@ -154,6 +163,7 @@ def _attend(
             # Autocast does not cover this kernel, and rotary embeddings give fp32 queries.
             dtype = torch.get_autocast_dtype(kind)
             query_NHD, key_NHD, value_NHD = (x.to(dtype) for x in (query_NHD, key_NHD, value_NHD))
+        grouped: dict[str, Any] = {"enable_gqa": shared > 1} if _shares_heads() else {}
         found = varlen_attn(
             query_NHD,
             key_NHD,
@@ -164,6 +174,7 @@ def _attend(
             max_length_q,
             scale=scale,
             window_size=(-1, 0),  # causal
+            **grouped,
         )
         assert isinstance(found, Tensor)
         out_NHD = found

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from isles.errors import UserError
@@ -13,7 +15,8 @@ from isles.errors import UserError
 def set_gradient_checkpointing(model: nn.Module, kind: str) -> None:
     """Recompute activations in the backward pass: `none`, `full`, or `selective`.
 
-    Selective keeps the results of matrix products and attention and recomputes the rest.
+    Selective keeps the results of attention, of every second matrix product, of grouped products
+    and of the routing to experts, and recomputes the rest.
 
     Raises:
         UserError: the model does not support it.
@@ -31,22 +34,64 @@ def set_gradient_checkpointing(model: nn.Module, kind: str) -> None:
         )
     options: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":
-        from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
-        options["context_fn"] = functools.partial(
-            create_selective_checkpoint_contexts, _keep_products
-        )
+        options["context_fn"] = _contexts
     # transformers 5 renamed it, and version 6 removes the old name.
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     enable: Any = next(getattr(model, name) for name in names if hasattr(model, name))
     enable(options)
 
 
-def _keep_products(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> Any:
-    from torch.utils.checkpoint import CheckpointPolicy
+@functools.cache
+def _kept() -> tuple[frozenset[Any], frozenset[Any]]:
+    # The matrix products, of which every second is kept, and the operations that are always kept.
+    # Attention costs more than its output takes. Routing must not be computed again: other bits
+    # of a score would choose another expert.
 
-    name = str(operation)
-    expensive = ("aten.mm", "aten.addmm", "aten.bmm", "aten.linear", "scaled_dot_product")
-    if any(sign in name for sign in expensive):
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+    products = {"aten": ("mm", "addmm", "bmm", "linear")}
+    always = {
+        "aten": (
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_cudnn_attention",
+            "_scaled_dot_product_attention_math",
+            "_scaled_dot_product_fused_attention_overrideable",
+            "_grouped_mm",
+            "_scaled_mm",
+            "topk",
+        ),
+        "torch_attn": ("_varlen_attn",),
+        "flash_attn": ("_flash_attn_forward", "_flash_attn_varlen_forward"),
+        "_c10d_functional": ("reduce_scatter_tensor", "all_to_all_single"),
+    }
+    return _overloads(products), _overloads(always)
+
+
+def _overloads(names: Mapping[str, Sequence[str]]) -> frozenset[Any]:
+    # All forms of the operations that this torch has.
+    found = set()
+    for space, operations in names.items():
+        for operation in operations:
+            packet = getattr(getattr(torch.ops, space), operation, None)
+            found |= {getattr(packet, form) for form in packet.overloads()} if packet else set()
+    return frozenset(found)
+
+
+def _contexts() -> Any:
+    # For one block: the forward pass and its recomputation count the products alike.
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    products, always = _kept()
+    counts = {True: 0, False: 0}
+
+    def keep(context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> Any:
+        if operation in always:
+            return CheckpointPolicy.MUST_SAVE
+        if operation in products:
+            counts[context.is_recompute] += 1
+            if counts[context.is_recompute] % 2:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts: Any = create_selective_checkpoint_contexts  # torch leaves it untyped
+    return contexts(keep)

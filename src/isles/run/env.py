@@ -348,6 +348,10 @@ def take_sky_start() -> SkyStart:
     )
 
 
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""The variable of torch's allocator, and its older name."""
+
+
 def rank_defaults(
     *, device: str, nproc: int, interface: str | None, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
@@ -360,6 +364,9 @@ def rank_defaults(
     if device == "cpu" or nproc > 1:
         # Without it every rank starts a thread per core, and the ranks compete for the cores.
         added["OMP_NUM_THREADS"] = str(max(1, usable_cores(environ) // nproc))
+    if device == "cuda" and not _is_wsl() and not set(_ALLOCATOR) & set(environ):
+        # Rows of many widths would leave memory in pieces that fit no other width.
+        added[_ALLOCATOR[0]] = "expandable_segments:True"
     if interface is not None:
         added["GLOO_SOCKET_IFNAME"] = interface
         added["NCCL_SOCKET_IFNAME"] = interface
@@ -368,6 +375,11 @@ def rank_defaults(
         for key, value in added.items()
         if key not in environ or (key == "OMP_NUM_THREADS" and _is_set_by_pbs(environ))
     }
+
+
+def _is_wsl() -> bool:
+    # Its driver has no virtual memory that grows, and torch warns.
+    return "microsoft" in os.uname().release.lower()
 
 
 def usable_cores(environ: Mapping[str, str] = os.environ) -> int:

@@ -51,7 +51,9 @@ def whole(batch: Batch, model: Any | None) -> MicroBatchPart:
         if model is None:
             inputs["position_ids"] = batch.position_ids_BT
         else:
-            inputs |= isolation_inputs(model, batch.position_ids_BT, batch.cu_seqlens_N)
+            inputs |= isolation_inputs(
+                model, batch.position_ids_BT, batch.cu_seqlens_N, batch.longest_document
+            )
     return MicroBatchPart(inputs, batch.targets_BT, batch.places_N, batch.reference_B)
 
 

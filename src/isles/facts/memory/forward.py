@@ -126,7 +126,8 @@ class Forward:
         self.held: tuple[Value, ...] = ()
         """Tensors that the model's code holds at present, even if autograd does not keep them."""
         self._saved: dict[int, Value] = {}
-        self._products: dict[int, Value] = {}
+        self._products: list[Value] = []
+        self._attended: list[Value] = []
 
     @property
     def saved_bytes(self) -> int:
@@ -135,8 +136,9 @@ class Forward:
 
     @property
     def product_bytes(self) -> int:
-        """Results of matrix products and attention, which selective checkpointing keeps."""
-        return sum(value.size_bytes for value in self._products.values())
+        """Results of attention and of every second matrix product, which selective checkpointing
+        keeps."""
+        return sum(value.size_bytes for value in (*self._products[::2], *self._attended))
 
     def keeps(self, value: Value) -> bool:
         """True if autograd keeps this tensor, or another view of its memory."""
@@ -185,7 +187,7 @@ class Forward:
         if self.autocast is not None and self.autocast != self.weight:
             self.copy_bytes += own * self.autocast
         y = self.made(Value(x.tokens, units, given.width, x.needs_grad or self.is_trained))
-        self._products[y.storage] = y
+        self._products.append(y)
         wide = numbers * (self.autocast or self.weight) if self.is_4bit else 0
         self.works_on(x, given, y, more_bytes=wide)
         adapter = self.adapter
@@ -206,7 +208,7 @@ class Forward:
         narrow = self.cast(dropped, self.autocast)
         inner = self.made(Value(x.tokens, adapter.r, narrow.width))
         self.save(narrow, inner)
-        self._products[inner.storage] = inner
+        self._products += [inner, y]
         self.works_on(x, y, dropped)
         if self.autocast is not None and self.autocast != adapter.width:
             self.copy_bytes += numbers * self.autocast
@@ -302,6 +304,6 @@ class Forward:
         q, k, v = (self.cast(x, self.autocast) for x in (q, k, v))
         out = self.made(q.like())
         self.save(q, k, v, out, Value(q.tokens, heads, FP32))
-        self._products[out.storage] = out
+        self._attended.append(out)
         self.attention_flops += 2 * q.tokens * length * q.units
         return self.made(out.like()) if self.swaps_heads else out
