@@ -41,7 +41,7 @@ _WINDOW = 1024
 
 _MOST_WIDTHS, _LEAST_STEP, _MOST_STEP = 32, 8, 128
 """Rows are trimmed to 1/32 of the sequence length, so that an epoch has few widths. For each new
-width a GPU plans its attention kernel anew, which takes up to a second. Multiples of 8 gave 210
+width a GPU plans its attention kernel again, which takes up to a second. Multiples of 8 gave 210
 widths in an epoch of chats of up to 2,048 tokens. Multiples of 64 compute 2 to 3 % more places."""
 
 
