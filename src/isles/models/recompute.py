@@ -47,7 +47,7 @@ def _kept() -> tuple[frozenset[Any], frozenset[Any]]:
     # Attention costs more than its output takes. Routing must not be computed again: other bits
     # of a score would choose another expert.
 
-    products = {"aten": ("mm", "addmm", "bmm", "linear")}
+    products = {"aten": ("mm", "addmm", "bmm", "linear"), "bitsandbytes": ("gemm_4bit",)}
     always = {
         "aten": (
             "_scaled_dot_product_flash_attention",
