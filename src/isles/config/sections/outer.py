@@ -182,8 +182,8 @@ class DiLoCoConfig(Section):
     """Address of the hub. Default: isles starts a hub with the run."""
 
     public: Address | None = None
-    """Address of the started hub, as clusters at other sites see it. Default: the name of this
-    machine."""
+    """Address of the started hub, as clusters at other sites see it. Default: the
+    machine's address towards the clusters."""
 
     max_rate: Rate | None = None
     """Limit of a cluster's send rate, and of its receive rate. Default: no limit."""
