@@ -112,7 +112,7 @@ class TrainingConfig(Section):
 
     gradient_checkpointing: Literal["none", "full", "selective"] = "none"
     """Recompute activations in the backward pass to save memory. selective keeps the results of
-    matrix products and attention."""
+    attention and of every second matrix product."""
 
     torch_compile: bool = False
     """Compile the model with torch.compile, for a slower start and faster steps."""
