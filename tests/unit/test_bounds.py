@@ -23,8 +23,8 @@ from isles.facts.secrets import Redactor
 from isles.monitor.bundle import Bundle
 from isles.monitor.follow import RunFollower
 from isles.monitor.live.model import Snapshot
+from isles.monitor.live.multi_cluster import HubAnswer, MultiClusterView
 from isles.monitor.live.rows import MOST_RANKS
-from isles.monitor.live.several import HubAnswer, SeveralView
 from isles.monitor.logs import LineTail
 from isles.run.begin import new_attempt
 from isles.run.bucket import RunStore
@@ -96,13 +96,13 @@ def test_all_members_of_a_hub_share_the_rows() -> None:
         {"round": 1, "members": members},
         shown={name: (0.1, text) for name, text in texts.items()},
     )
-    shown = SeveralView("r", "/r", {}).snapshot({}, {}, answer)
+    shown = MultiClusterView("r", "/r", {}).snapshot({}, {}, answer)
     assert len(shown.ranks) == MOST_RANKS and len(shown.hosts) < 5000
     assert sum("more ranks" in note for note in shown.notes) == 2
 
 
 def test_names_that_a_hub_no_longer_shows_are_forgotten() -> None:
-    view = SeveralView("r", "/r", {})
+    view = MultiClusterView("r", "/r", {})
     for number in range(9):
         member = {"name": f"c{number}", "state": "living", "step": 1, "heard_s": 0.1, "slow": ""}
         view.snapshot({}, {}, HubAnswer("h:1", {"round": 1, "members": [member]}))
@@ -121,7 +121,7 @@ def test_any_answer_of_a_hub_is_shown() -> None:
         answers += [{"members": [member], key: value} for key in ("round", "open", "heavy")]
         for answer in answers:
             try:
-                view = SeveralView("r", "/r", {})
+                view = MultiClusterView("r", "/r", {})
                 view.snapshot({}, {}, HubAnswer("h:1", answer)).model_dump_json()
             except Exception as error:
                 wrong.append(f"{answer}: {error!r:.200}")

@@ -19,8 +19,8 @@ import pytest
 from isles.monitor.live.cells import plain_lines
 from isles.monitor.live.history import POINTS, MetricsReader, goodput, spans_of
 from isles.monitor.live.model import RankRow, Snapshot
+from isles.monitor.live.multi_cluster import HubAnswer, MultiClusterView
 from isles.monitor.live.readers import MultiClusterReader
-from isles.monitor.live.several import HubAnswer, SeveralView
 from isles.monitor.live.snapshot import RunReader
 from isles.monitor.live.source import Watch, snapshot
 from isles.monitor.live.waits import Stage, Step, Waits, late
@@ -309,7 +309,7 @@ def test_clusters_hub_and_links_between_them(tmp_path: Path) -> None:
     waiting["missing"] = {"b": "training: 7 inner steps since its last round"}
     members = [member("a"), member("b", heard_s=9.0)]
     status = {"round": 7, "members": members, "open": [waiting]}
-    view = SeveralView("t-1", "/runs/t-1", {"a": "local", "b": "ssh", "c": "slurm"})
+    view = MultiClusterView("t-1", "/runs/t-1", {"a": "local", "b": "ssh", "c": "slurm"})
     shown = view.snapshot({"a": a, "b": b}, {}, HubAnswer("hub:29400", status))
     rows = {row.name: row for row in shown.clusters}
     assert list(rows) == ["a", "b", "c"] and rows["c"].state == "never started"
@@ -337,7 +337,7 @@ def test_a_cluster_that_only_the_hub_reaches_is_shown_by_what_it_sends(tmp_path:
     write_live(attempt, *two_nodes(r3={"alive": False, "exit": 1}))
     text = pack(run_dir)
     assert set(unpack(text)) == {"status", "live"} and len(text) < 4000
-    view = SeveralView("t-hub-1", "/runs/t-hub-1", {})
+    view = MultiClusterView("t-hub-1", "/runs/t-hub-1", {})
     bad = base64.b64encode(zlib.compress(b"[" * 10_000)).decode()
     bomb = base64.b64encode(zlib.compress(bytes(2**26))).decode()
     names = ("far", "bad", "bomb", "none")
@@ -366,7 +366,7 @@ def test_a_cluster_that_only_the_hub_reaches_is_shown_by_what_it_sends(tmp_path:
 def test_a_cluster_that_was_dropped_stays_wrong(tmp_path: Path) -> None:
     run_dir, attempt, _ = cluster_snapshot(tmp_path / "t-far-1")
     write_live(attempt, *two_nodes())
-    view = SeveralView("t-hub-1", "/runs/t-hub-1", {})
+    view = MultiClusterView("t-hub-1", "/runs/t-hub-1", {})
     for heard_s in (25.0, 4000.0):
         status = {"round": 7, "members": [member("a"), member("far", heard_s=heard_s)]}
         status["members"][1]["state"] = "dropped"

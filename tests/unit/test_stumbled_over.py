@@ -21,10 +21,10 @@ from isles.launch.remote import install
 from isles.launch.ssh.shell import python_failure
 from isles.monitor.hub import resting_state
 from isles.monitor.live.cells import plain_lines
+from isles.monitor.live.health import check_lines, wait_until_healthy
 from isles.monitor.live.model import Head, Snapshot
 from isles.monitor.live.snapshot import RunReader
 from isles.monitor.live.waits import Step, Waits
-from isles.monitor.live.well import check_lines, wait_until_well
 from isles.monitor.outcome import failure_lines
 from isles.monitor.status import collect, next_start
 from isles.monitor.table import report_lines
@@ -183,7 +183,7 @@ def test_the_same_trouble_with_other_figures_is_said_once_in_a_while() -> None:
         text = f"rank 1 is behind: {next(figures)}.5 s"
         return [SimpleNamespace(state="wrong", id="ranks", text=text)]
 
-    wait_until_well(look, lines, 20.0, said.append, clock=lambda: now[0])
+    wait_until_healthy(look, lines, 20.0, said.append, clock=lambda: now[0])
     assert len(said) == 2
 
 

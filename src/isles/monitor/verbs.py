@@ -159,7 +159,7 @@ def status(
         json: Print JSON.
     """
     if check or wait is not None:
-        from isles.monitor.live.well import check_run
+        from isles.monitor.live.health import check_run
 
         return check_run(run, output_dir, wait=wait, json=json, print_line=print_line, note=note)
     from json import dumps

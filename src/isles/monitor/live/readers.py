@@ -20,7 +20,7 @@ from isles.launch.ssh.shell import SSH_FAILED, Shell, python_failure
 from isles.monitor.clusters import hub_line
 from isles.monitor.hub import resting_state
 from isles.monitor.live.model import Snapshot
-from isles.monitor.live.several import HubAnswer, SeveralView, ask
+from isles.monitor.live.multi_cluster import HubAnswer, MultiClusterView, ask
 from isles.monitor.live.snapshot import RunReader
 from isles.run.find import is_run_dir, run_of
 from isles.run.join_line import JoinLine
@@ -93,7 +93,7 @@ class JoinedReader:
 
     def __init__(self, run_dir: RunDir, line: Path) -> None:
         self._line, self._reader = line, RunReader(run_dir)
-        self._view = SeveralView(run_dir.name, str(run_dir.path), {self._reader.cluster: ""})
+        self._view = MultiClusterView(run_dir.name, str(run_dir.path), {self._reader.cluster: ""})
 
     def look(self) -> Snapshot | None:
         """See `Reader.look`."""
@@ -226,7 +226,7 @@ class MultiClusterReader:
         self._run, self._every_s = run, every_s
         self._readers: dict[tuple[str, str, str], Reader] = {}
         launchers = {cluster.name: cluster.launcher for cluster in run.clusters}
-        self._view = SeveralView(run.name, str(run.path), launchers, begun_at=run.begun_at)
+        self._view = MultiClusterView(run.name, str(run.path), launchers, begun_at=run.begun_at)
         self._open()
 
     @property
@@ -291,7 +291,7 @@ class HubReader:
 
     def __init__(self, state: Path) -> None:
         self._state = state
-        self._view = SeveralView(state.name, str(state), {})
+        self._view = MultiClusterView(state.name, str(state), {})
 
     def look(self) -> Snapshot | None:
         """See `Reader.look`."""

@@ -88,7 +88,7 @@ def ask(line: JoinLine) -> HubAnswer:
     return HubAnswer(line.address, status, shown=shown)
 
 
-class SeveralView:
+class MultiClusterView:
     """Makes snapshots of a run on several clusters; keeps what a snapshot needs of the last.
 
     Args:

@@ -11,8 +11,8 @@ from typing import Any
 
 from isles.cli import main
 from isles.errors import ExitCode
+from isles.monitor.live.health import CheckLine, check_lines, text_lines, wait_until_healthy
 from isles.monitor.live.model import ClusterRow, Head, HostRow, Point, RankRow, Snapshot
-from isles.monitor.live.well import CheckLine, check_lines, text_lines, wait_until_well
 from isles.run.records import write_record
 from tests.live_records import metrics_row, node_record, rank_record, write_live, write_metrics
 from tests.run_records import FAR, recorded_run, two_hosts
@@ -152,7 +152,7 @@ def test_waiting_says_for_what_and_ends_when_all_is_well_or_over() -> None:
 
     def wait(*shown: Snapshot, wait_s: float = 60.0) -> tuple[Snapshot, list[CheckLine]]:
         looks = iter(shown)
-        return wait_until_well(
+        return wait_until_healthy(
             lambda: next(looks), check_lines, wait_s, said.append, clock=lambda: next(clock)
         )
 

@@ -100,7 +100,7 @@ def check_lines(snapshot: Snapshot, typed: str = "", *, is_script: bool = False)
     return [*lines, _loss(snapshot, named), _ranks(snapshot, named), _records(snapshot, named)]
 
 
-def wait_until_well(
+def wait_until_healthy(
     look: Callable[[], Snapshot],
     lines_of: Callable[[Snapshot], list[CheckLine]],
     wait_s: float,
@@ -206,7 +206,7 @@ def check_run(
         with Watch(found, output_dir, _LOOK_EVERY_S) as watch:
             look = _looks(watch)
             seconds, say = (_AGAIN_S, lambda _: None) if wait is None else (wait_s, note)
-            shown, lines = wait_until_well(lambda: next(look), lines_of, seconds, say)
+            shown, lines = wait_until_healthy(lambda: next(look), lines_of, seconds, say)
     is_well = bool(lines) and all(line.state == "ok" for line in lines)
     if shown.run.state == "finished":
         is_well = not (isinstance(found, RunDir) and export_failure(found))
