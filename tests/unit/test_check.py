@@ -142,6 +142,25 @@ def test_a_wheel_without_kernels_for_the_card() -> None:
     assert "/whl/cu126" in next(torch_findings(plan, [{**rank, "capability": [6, 1]}])).fix
 
 
+def test_gpus_that_only_emulate_bf16_are_named() -> None:
+    new = {"torch": "2.13.0", "seconds": 1.0, "gpu": "RTX 3090", "capability": [8, 6]}
+    old = {**new, "gpu": "Tesla T4", "capability": [7, 5]}
+    for precision, error in (("bf16-mixed", 1), ("bf16-true", 1), ("fp16-mixed", 0)):
+        run = {"config": {"training": {"precision": precision}}}
+        plan = NodePlan("a", device="cuda", nproc=2, run=run)
+        found = bad(torch_findings(plan, [new, old]))
+        assert len(found) == error
+        for finding in found:
+            assert (finding.id, finding.measured, finding.limit) == (
+                "gpu.precision",
+                "sm_75",
+                "sm_80",
+            )
+            assert "GPU 1, Tesla T4" in finding.text and "fp16-mixed" in finding.fix
+    amd = {**old, "is_nvidia": False}
+    assert not bad(torch_findings(NodePlan("a", device="cuda", run=run), [amd]))
+
+
 def test_faults_of_torch_are_told_once_for_all_ranks() -> None:
     rank = {"torch": "2.13.0+cpu", "cuda": None, "stage": "visible", "failure": "without CUDA"}
     (found,) = torch_findings(NodePlan("a", device="cuda", nproc=8), [rank] * 8)

@@ -78,6 +78,12 @@ def only(plan: Plan) -> ClusterPlan:
     return cluster
 
 
+def test_a_gpu_without_bf16_does_not_fit_a_run_in_bf16(here):
+    found = only(planned("training.precision=bf16-mixed", gpus="v100,4090@1gbe")).own.issue
+    assert found is not None and "V100 does not have" in found.what and "fp16-mixed" in found.fix
+    assert only(planned("training.precision=fp16-mixed", gpus="v100,4090@1gbe")).own.issue is None
+
+
 @each(
     ("4090", [["RTX 4090"]], None),
     ("2x4090+3090", [["RTX 4090", "RTX 4090", "RTX 3090"]], None),
@@ -115,7 +121,7 @@ def test_every_card_has_a_short_name_of_its_own_and_is_never_guessed() -> None:
     assert all(named_gpu(short_name(gpu)) is gpu for gpu in GPUS)
     assert all(find_gpu(f"NVIDIA {gpu.name}") is gpu for gpu in GPUS)
     assert all(gpu.source and gpu.watts and gpu.memory_bytes >= 6 << 30 for gpu in GPUS)
-    assert all(gpu.bf16_flops > 1e12 for gpu in GPUS)
+    assert all(gpu.precision_flops > 1e12 for gpu in GPUS)
     unknown = ("RTX 3050 Laptop GPU", "RTX 4090 D", "RTX 3070 Mobile", "RTX 2080 SUPER")
     for name in (*unknown, "Quadro RTX 6000", "of 2031"):
         assert find_gpu(f"NVIDIA GeForce {name}") is None

@@ -28,8 +28,8 @@ IDS = (
     *("version.transformers", "version.packages", "version.cuda", "version.nccl"),
     *("version.driver", "torch.imports"),
     # GPUs
-    *("gpu.driver", "gpu.count", "gpu.visible", "gpu.kernel", "gpu.errors", "gpu.throttle"),
-    *("gpu.busy", "gpu.links"),
+    *("gpu.driver", "gpu.count", "gpu.visible", "gpu.kernel", "gpu.precision", "gpu.errors"),
+    *("gpu.throttle", "gpu.busy", "gpu.links"),
     # The machine
     *("memory.free", "cpu.cores", "shm.size", "limits.nofile", "limits.memlock", "limits.nproc"),
     "clock.skew",

@@ -6,6 +6,17 @@ import difflib
 import re
 from dataclasses import dataclass
 
+BF16_CAPABILITY = (8, 0)
+"""The oldest NVIDIA compute capability whose tensor cores compute in bf16. torch emulates bf16 on
+older GPUs, 5 to 20 times slower."""
+
+BF16_FIX = "use training.precision: fp16-mixed"
+
+
+def emulates_bf16(precision: str, capability: tuple[int, ...]) -> bool:
+    """True if a precision needs bf16, and an NVIDIA GPU of this compute capability has none."""
+    return precision.startswith("bf16") and tuple(capability) < BF16_CAPABILITY
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -19,6 +30,7 @@ class Gpu:
         source: document with the figures.
         watts: default power limit (TDP, TGP or TBP).
         fp32_flops: FLOP/s in fp32 without tensor cores. 0: unknown.
+        has_bf16: the tensor cores compute in bf16; without it, bf16 is emulated and slow.
         nvlink_bytes_per_s: to the other GPUs of the machine, in one direction. 0: over PCIe.
     """
 
@@ -30,6 +42,7 @@ class Gpu:
     watts: float
     fp32_flops: float = 0.0
     nvlink_bytes_per_s: float = 0.0
+    has_bf16: bool = True
 
 
 def _gpu(
@@ -42,9 +55,19 @@ def _gpu(
     *,
     fp32: float = 0.0,
     nvlink: float = 0.0,
+    has_bf16: bool = True,
 ) -> Gpu:
-    memory, bandwidth = memory_gb * 2**30, bandwidth_gb_s * 1e9
-    return Gpu(name, tflops * 1e12, memory, bandwidth, source, watts, fp32 * 1e12, nvlink * 1e9)
+    return Gpu(
+        name,
+        tflops * 1e12,
+        memory_gb * 2**30,
+        bandwidth_gb_s * 1e9,
+        source,
+        watts,
+        fp32_flops=fp32 * 1e12,
+        nvlink_bytes_per_s=nvlink * 1e9,
+        has_bf16=has_bf16,
+    )
 
 
 def _geforce(
@@ -92,11 +115,11 @@ GPUS: tuple[Gpu, ...] = (
     _gpu("A10G", 70, 24, 600, 300, "AWS G5 instance page"),
     _gpu("A10", 125, 24, 600, 150, "NVIDIA A10 datasheet", fp32=31.2),
     _gpu("A40", 149.7, 48, 696, 300, "NVIDIA A40 datasheet", fp32=37.4),
-    _gpu("V100-SXM2-16GB", 125, 16, 900, 300, _V100, fp32=15.7, nvlink=150),
-    _gpu("V100-PCIE-16GB", 112, 16, 900, 250, _V100, fp32=14),
-    _gpu("V100-PCIE-32GB", 112, 32, 900, 250, _V100, fp32=14),
-    _gpu("V100", 125, 32, 900, 300, _V100, fp32=15.7, nvlink=150),
-    _gpu("T4", 65, 16, 320, 70, "NVIDIA T4 datasheet (fp16)", fp32=8.1),
+    _gpu("V100-SXM2-16GB", 125, 16, 900, 300, _V100, fp32=15.7, nvlink=150, has_bf16=False),
+    _gpu("V100-PCIE-16GB", 112, 16, 900, 250, _V100, fp32=14, has_bf16=False),
+    _gpu("V100-PCIE-32GB", 112, 32, 900, 250, _V100, fp32=14, has_bf16=False),
+    _gpu("V100", 125, 32, 900, 300, _V100, fp32=15.7, nvlink=150, has_bf16=False),
+    _gpu("T4", 65, 16, 320, 70, "NVIDIA T4 datasheet (fp16)", fp32=8.1, has_bf16=False),
     _gpu("RTX PRO 6000", 503.8, 96, 1792, 600, "NVIDIA RTX Blackwell PRO whitepaper", fp32=126),
     _gpu("RTX 6000 Ada", 364.2, 48, 960, 300, "NVIDIA RTX 6000 Ada datasheet", fp32=91.1),
     _gpu("RTX A6000", 154.8, 48, 768, 300, f"{_AMPERE}, appendix C", fp32=38.7),

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from isles.config.auto import Resources, choose_strategy
@@ -18,6 +18,7 @@ from isles.config.rules.shape import check_shape
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import AutoStrategy, DDPStrategyConfig
 from isles.errors import ConfigError
+from isles.facts.gpus import BF16_FIX
 from isles.facts.memory.architecture import Architecture
 from isles.facts.memory.setting import usable_bytes
 from isles.facts.memory.step import Count, StepMemory
@@ -179,7 +180,7 @@ def outcome(job: Job, config: RunConfig | None = None) -> Outcome:
         strategy, _ = chosen(job, config)
         config = config.model_copy(update={"strategy": strategy})
     world, local = len(job.machines.devices), job.machines.local_world_size
-    issues = [*check_rules(config), *check_shape(config, job.shape)]
+    issues = [*check_rules(config), *check_shape(config, job.shape), *_check_bf16(job, config)]
     if issues:
         return Outcome(config, strategy, None, issue=issues[0])
     try:
@@ -199,6 +200,15 @@ def outcome(job: Job, config: RunConfig | None = None) -> Outcome:
     if found.time and even.time and even.time.total_s < found.time.total_s:
         return replace(even, config=config)
     return found
+
+
+def _check_bf16(job: Job, config: RunConfig) -> Iterator[Issue]:
+    # GPUs that would emulate the precision of the run.
+    gpus = [device.gpu for device in job.machines.devices if device.gpu is not None]
+    old = sorted({gpu.name for gpu in gpus if not gpu.has_bf16})
+    if old and config.training.precision.startswith("bf16"):
+        text = f"{config.training.precision} needs bf16, which {' and '.join(old)} does not have"
+        yield Issue(("training.precision",), text, BF16_FIX)
 
 
 def chosen(job: Job, config: RunConfig) -> tuple[Strategy, str]:

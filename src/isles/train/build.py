@@ -24,7 +24,6 @@ from isles.dist.files import Disks
 from isles.dist.mesh import Mesh
 from isles.dist.world import World, gpu_bytes
 from isles.facts.units import format_bytes
-from isles.models.attention import check_attention
 from isles.models.build import fill_model
 from isles.models.recompute import set_gradient_checkpointing
 from isles.run.checkpoints import CheckpointInfo
@@ -53,6 +52,7 @@ from isles.train.stop import Agreement, StopSignals
 from isles.train.strategy import (
     check_blocks,
     check_is_read_whole,
+    check_devices,
     compile_model,
     is_sharded,
     make_engine,
@@ -81,7 +81,7 @@ def build(
 ) -> Parts:
     """Build every part, and load the state of a checkpoint. All ranks must call this."""
     config = resolved.config
-    check_attention(config.model.attn_implementation, world.device)
+    check_devices(config, world)
     data = make_data(config, run_dir, world, recorder, resume_from, disks)
     tokenizer, training, validation = data
     total_steps, epochs = run_length(resolved, training, resume_from, recorder.note)

@@ -82,6 +82,7 @@ def look(device: str, index: int) -> dict[str, Any]:
         facts |= {
             "gpu": torch.cuda.get_device_name(where),
             "capability": list(torch.cuda.get_device_capability(where)),
+            "is_nvidia": torch.version.hip is None,
             "free_bytes": free_bytes,
         }
     except Exception as error:  # driver errors have several types

@@ -31,7 +31,8 @@ from isles.dist.batch import COMPUTE_DTYPE
 from isles.dist.mesh import Mesh, make_mesh
 from isles.dist.world import World, gpu_bytes
 from isles.errors import UserError
-from isles.models.attention import use_maskless_attention
+from isles.facts.gpus import BF16_FIX, emulates_bf16
+from isles.models.attention import check_attention, use_maskless_attention
 from isles.run.limits import memory
 from isles.strategies.base import Engine
 from isles.strategies.objective import DPO, CausalLM, MakeObjective
@@ -43,6 +44,41 @@ _LINK_BYTES = 32 * 2**20
 _LINK_REPEATS = 3
 
 MakeOptimizers = Callable[[nn.Module], Sequence[Optimizer]]
+
+
+def check_devices(config: RunConfig, world: World) -> None:
+    """Check that the GPUs of all ranks can train this run. All ranks must call this.
+
+    Raises:
+        UserError: names the setting that a GPU lacks.
+    """
+    check_attention(config.model.attn_implementation, world.device)
+    check_precision(config.training.precision, world)
+
+
+def check_precision(precision: str, world: World) -> None:
+    """Refuse bf16 if a rank's GPU only emulates it. All ranks must call this.
+
+    The rank with the oldest GPU decides, because all ranks must compute alike.
+
+    Raises:
+        UserError: names these ranks, the same on every rank.
+    """
+    device, own = world.device, ""
+    if device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        if emulates_bf16(precision, capability):
+            own = f"rank {world.rank} on {world.host} ({world.device_name})"
+    without = [text for text in world.gather(own) if text]
+    if without:
+        more = f" and {len(without) - 3} more" if len(without) > 3 else ""
+        raise UserError(
+            f"training.precision {precision} needs bf16, which the GPU of {', '.join(without[:3])}"
+            f"{more} does not have; torch would emulate it, 5 to 20 times slower",
+            where="training.precision",
+            fix=BF16_FIX,
+            id="gpu.precision",
+        )
 
 
 def resolve_strategy(

@@ -17,6 +17,7 @@ from isles.check.finding import Finding
 from isles.check.plan import Answers, Hosts, NodePlan
 from isles.config.scratch import scratch_folder
 from isles.config.sections.cluster import NetworkConfig
+from isles.facts.gpus import BF16_FIX, emulates_bf16
 from isles.facts.units import format_bytes
 from isles.launch.answers import parse_answer
 from isles.launch.ssh.environment import network_variables
@@ -155,6 +156,19 @@ def torch_findings(plan: NodePlan, ranks: list[dict[str, Any]]) -> Iterator[Find
         yield Finding("gpu.visible", "ok", plan.name, f"torch sees {where}")
         text = f"a kernel ran on {where}, with the right result"
         yield Finding("gpu.kernel", "ok", plan.name, text)
+        yield from _without_bf16(plan, ranks)
+
+
+def _without_bf16(plan: NodePlan, ranks: list[dict[str, Any]]) -> Iterator[Finding]:
+    # GPUs that would emulate the precision of the run.
+    precision = "" if plan.run is None else plan.run["config"]["training"]["precision"]
+    for index, own in enumerate(ranks):
+        if own.get("is_nvidia", True) and emulates_bf16(precision, own["capability"]):
+            major, minor = own["capability"]
+            text = f"GPU {index}, {own['gpu']}, has no bf16, which training.precision {precision} "
+            text += "needs. torch emulates it, 5 to 20 times slower"
+            measured = f"sm_{major}{minor}"
+            yield Finding("gpu.precision", "error", plan.name, text, measured, "sm_80", BF16_FIX)
 
 
 def _failure(plan: NodePlan, index: int, own: dict[str, Any]) -> Finding:
