@@ -121,7 +121,7 @@ def test_every_card_has_a_short_name_of_its_own_and_is_never_guessed() -> None:
     assert all(named_gpu(short_name(gpu)) is gpu for gpu in GPUS)
     assert all(find_gpu(f"NVIDIA {gpu.name}") is gpu for gpu in GPUS)
     assert all(gpu.source and gpu.watts and gpu.memory_bytes >= 6 << 30 for gpu in GPUS)
-    assert all(gpu.precision_flops > 1e12 for gpu in GPUS)
+    assert all(gpu.bf16_flops > 1e12 for gpu in GPUS)
     unknown = ("RTX 3050 Laptop GPU", "RTX 4090 D", "RTX 3070 Mobile", "RTX 2080 SUPER")
     for name in (*unknown, "Quadro RTX 6000", "of 2031"):
         assert find_gpu(f"NVIDIA GeForce {name}") is None

@@ -16,9 +16,8 @@ from tests.each import each
 def world_of(ranks: list[tuple[str, tuple[int, int]]], own: int, monkeypatch: Any) -> Any:
     """The world of one rank; the other ranks are only told."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: ranks[own][1])
-    told = [
-        f"rank {r} on {host} (GPU)" if of < (8, 0) else "" for r, (host, of) in enumerate(ranks)
-    ]
+    old = [f"rank {rank} on {host} (GPU)" for rank, (host, _) in enumerate(ranks)]
+    told = [text if of < (8, 0) else "" for text, (_, of) in zip(old, ranks, strict=True)]
 
     def gather(text: str) -> list[str]:
         assert text == told[own]

@@ -66,7 +66,7 @@ class Device:
             gpu.memory_bytes,
             None,
             "table",
-            gpu.precision_flops,
+            gpu.bf16_flops,
             gpu.fp32_flops,
             gpu.bandwidth_bytes_per_s,
         )

@@ -211,7 +211,7 @@ def _speed(
     tokens_per_s = rows * config.data.seq_length / step_s
     if measured is not None:
         tokens_per_s = measured.tokens_per_s
-    table = [device.gpu.precision_flops if device.gpu else 0.0 for device in devices]
+    table = [device.gpu.bf16_flops if device.gpu else 0.0 for device in devices]
     mfu = tokens_per_s * model.flops_per_token / sum(table) if all(table) else None
     left_s = None if data.steps is None else data.steps * step_s
     if data.steps is not None and outer is not None and outer.overhead is not None:

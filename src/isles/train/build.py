@@ -51,8 +51,8 @@ from isles.train.reference import disable_dropout, pairs_read, score_reference
 from isles.train.stop import Agreement, StopSignals
 from isles.train.strategy import (
     check_blocks,
-    check_is_read_whole,
     check_devices,
+    check_is_read_whole,
     compile_model,
     is_sharded,
     make_engine,

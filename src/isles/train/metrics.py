@@ -51,7 +51,7 @@ class StepMeter:
         self._cuda = world.device.type == "cuda"
         self._memory_bytes: float | None = memory_bytes if self._cuda else None
         gpu = find_gpu(world.device_name) if self._cuda else None
-        self._tokens_per_second_at_peak = gpu.precision_flops / flops_per_token if gpu else None
+        self._tokens_per_second_at_peak = gpu.bf16_flops / flops_per_token if gpu else None
         self.parts: dict[str, float | None] | None = None
         """Seconds of the last recorded step on this rank, by part. The parts do not overlap, and
         communication includes the wait for other ranks."""

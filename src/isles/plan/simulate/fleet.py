@@ -268,7 +268,7 @@ def fleet_of(
     """
     gpu = find_gpu(ASSUMED_GPU)
     assert gpu is not None
-    speed = gpu.precision_flops * ASSUMED_MFU
+    speed = gpu.bf16_flops * ASSUMED_MFU
     groups, waits, assumed, unlinked = [], False, list[str](), False
     notes = list[str]()
     for cluster in loaded.config.clusters:
