@@ -127,13 +127,13 @@ Every causal text model of transformers with safetensors weights trains with `dd
 `fsdp`. If isles does not find a model's blocks for `fsdp`, list their classes in
 `strategy.transformer_layer_cls_to_wrap`. For tensor, context and pipeline parallel, and for
 separate documents in a packed sample (`data.isolate_documents`, the default for conversations),
-isles accepts only types with a "yes". `config.json` has the `model_type` of a model. For each
-"yes", tests compare small models with training on one rank, or on each document alone.
+isles accepts only types with a "yes". `config.json` has the `model_type` of a model. Each
+"yes" has a test with a small model.
 """
 
 LIMITS = """\
-`cp_size` and `pp_size` do not support sliding windows. [Rules between
-keys](run-file.md#rules-between-keys) has the sizes that a model allows. For a type without a "yes"
+`cp_size` and `pp_size` do not support sliding windows. The model limits the
+sizes ([Rules between keys](run-file.md#rules-between-keys)). For a type without a "yes"
 for separate documents, set `data.packing: false` or `data.isolate_documents: false`.
 """
 
