@@ -94,7 +94,9 @@ class LossHead:
             return loss_of_logits(logits_BTV, targets_BT, reduction="none").view(targets_BT.shape)
 
         def compute(hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
-            chunks = zip(*_chunks(hidden_NH, targets_N, self._head.weight.shape[0]), strict=True)
+            # Autograd keeps logits, log-probabilities and gradients of a chunk in fp32.
+            vocab = self._head.weight.shape[0]
+            chunks = zip(*_chunks(hidden_NH, targets_N, vocab, copies=2), strict=True)
             # Recomputed in the backward pass, when each token's factor is known.
             parts = [
                 checkpoint(_chunk_losses, hidden, self._head, targets, use_reentrant=False)
@@ -189,9 +191,10 @@ def _is_plain(head: Any) -> bool:
 
 
 def _chunks(
-    hidden_NH: Tensor, targets_N: Tensor, vocab_size: int
+    hidden_NH: Tensor, targets_N: Tensor, vocab_size: int, *, copies: int = 1
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    size = chunk_tokens(vocab_size, gpu_bytes(hidden_NH.device))
+    # `copies`: how many times the memory of the usual loss a logit takes.
+    size = chunk_tokens(vocab_size, gpu_bytes(hidden_NH.device) // copies)
     return torch.split(hidden_NH, size), torch.split(targets_N, size)
 
 
