@@ -46,6 +46,7 @@ from isles.dist.batch import VARLEN, cu_seqlens, isolation_inputs, longest_docum
 from isles.dist.mesh import make_mesh
 from isles.dist.world import World
 from isles.facts.memory.step import chunk_tokens
+from isles.models import recompute
 from isles.models.adapter import add_adapter
 from isles.models.recompute import set_gradient_checkpointing
 from isles.strategies import head as head_module
@@ -178,13 +179,13 @@ class Gathered(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def fake_ranks(count: int) -> Iterator[World]:
-    """Rank 0 of a group whose other ranks do not exist."""
-    dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
+def fake_ranks(count: int, rank: int = 0) -> Iterator[World]:
+    """One rank of a group whose other ranks do not exist."""
+    dist.init_process_group("fake", rank=rank, world_size=count, store=FakeStore())
     try:
         group = dist.group.WORLD
         assert group is not None
-        yield World(0, 0, count, count, torch.device("cpu"), group, group, group, 60.0)
+        yield World(rank, rank, count, count, torch.device("cpu"), group, group, group, 60.0)
     finally:
         dist.destroy_process_group()
 
@@ -338,6 +339,21 @@ class Work(TorchDispatchMode):
         return result
 
 
+@each((3, 16, 31), (3, 2, 11), (6, 7, 25))
+def test_all_ranks_make_the_same_stacks(ranks, rows, count, *, monkeypatch):
+    """Else one waits for an exchange that another never begins; rows may be uneven, or none."""
+    monkeypatch.setattr(muon, "_LARGEST_STACK", 8 * 5 * rows)
+    found = []
+    for rank in range(ranks):
+        with fake_ranks(ranks, rank):
+            mesh = init_device_mesh("cpu", (ranks,))
+            model = nn.Sequential(*(nn.Linear(8, rows, bias=False) for _ in range(count)))
+            fully_shard(model, mesh=mesh)
+            found.append([len(stack) for stack in muon._stacks(model.parameters())])
+    assert len(found[0]) > 1 and sum(found[0]) == count
+    assert all(stacks == found[0] for stacks in found)
+
+
 def test_selective_checkpointing_computes_little_again():
     ids = torch.randint(0, 96, (2, 64), generator=torch.Generator().manual_seed(0))
     work, losses, gradients = {}, {}, {}
@@ -351,12 +367,38 @@ def test_selective_checkpointing_computes_little_again():
         losses[kind] = loss.detach()
         gradients[kind] = [p.grad for p in model.parameters() if p.grad is not None]
     assert work["selective"].flops <= 1.2 * work["none"].flops < work["full"].flops
-    for name in ("topk", "_grouped_mm"):  # backward passes of products are products
-        assert work["selective"].names[name] == work["none"].names[name]
-        assert work["full"].names[name] > work["none"].names[name]
+    # Backward passes of products are products.
+    assert work["selective"].names["_grouped_mm"] == work["none"].names["_grouped_mm"]
+    assert work["full"].names["_grouped_mm"] > work["none"].names["_grouped_mm"]
     for kind in ("selective", "full"):
         assert losses[kind] == losses["none"]
         assert all(map(torch.equal, gradients[kind], gradients["none"]))
+
+
+@each("mixtral", "olmoe", "qwen3_moe", "gpt_oss", "llama", "gemma3_text", "gpt2")
+def test_selective_checkpointing_changes_no_gradient(kind):
+    """Some models change scores of experts, or products, in place."""
+    ids = torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(0))
+    found = []
+    for kept in ("none", "selective"):
+        torch.manual_seed(1)
+        model = small_model(kind, vocab_size=96, sliding_window=64).train()
+        if hasattr(model.config, "norm_topk_prob"):
+            model.config.norm_topk_prob = True
+            for module in model.modules():
+                if hasattr(module, "norm_topk_prob"):
+                    module.norm_topk_prob = True
+        set_gradient_checkpointing(model, kept)
+        torch.manual_seed(2)
+        model(input_ids=ids, use_cache=False).logits.float().logsumexp(-1).sum().backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert len(found[0]) == len(found[1]) > 10
+    assert all(map(torch.equal, *found))
+
+
+def test_attention_between_documents_is_kept_by_selective_checkpointing():
+    _, always = recompute._kept(keeps_grouped=True)
+    assert torch.ops.torch_attn._varlen_attn.default in always
 
 
 def test_an_epoch_of_chats_has_few_widths():

@@ -112,7 +112,7 @@ def add_adapter(model: Any, adapter: AdapterConfig, *, dtype: torch.dtype, name:
             parameter.data = parameter.data.to(dtype)
     for module in model.modules():
         # peft would cast every input to fp32, and autocast or FSDP2's policy casts it back: two
-        # more passes over each layer's input, for the same gradients bit for bit.
+        # more passes over each layer's input, for the same gradients, bit for bit without dropout.
         # DoRA computes with the input's own type.
         if hasattr(module, "cast_input_dtype_enabled") and not adapter.use_dora:
             module.cast_input_dtype_enabled = False

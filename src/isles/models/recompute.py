@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,8 +17,8 @@ from isles.errors import UserError
 def set_gradient_checkpointing(model: nn.Module, kind: str) -> None:
     """Recompute activations in the backward pass: `none`, `full`, or `selective`.
 
-    Selective keeps the results of attention, of every second matrix product, of grouped products
-    and of the routing to experts, and recomputes the rest.
+    Selective keeps the results of attention, of every second matrix product and of grouped
+    products, and recomputes the rest.
 
     Raises:
         UserError: the model does not support it.
@@ -34,7 +36,10 @@ def set_gradient_checkpointing(model: nn.Module, kind: str) -> None:
         )
     options: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":
-        options["context_fn"] = _contexts
+        # With a bias, experts add it in place to the product, which must not be kept then.
+        names = (name for name, _ in model.named_parameters())
+        has_bias = any("experts" in name and "bias" in name for name in names)
+        options["context_fn"] = functools.partial(_contexts, keeps_grouped=not has_bias)
     # transformers 5 renamed it, and version 6 removes the old name.
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     enable: Any = next(getattr(model, name) for name in names if hasattr(model, name))
@@ -42,12 +47,14 @@ def set_gradient_checkpointing(model: nn.Module, kind: str) -> None:
 
 
 @functools.cache
-def _kept() -> tuple[frozenset[Any], frozenset[Any]]:
+def _kept(*, keeps_grouped: bool) -> tuple[frozenset[Any], frozenset[Any]]:
     # The matrix products, of which every second is kept, and the operations that are always kept.
-    # Attention costs more than its output takes. Routing must not be computed again: other bits
-    # of a score would choose another expert.
-
-    products = {"aten": ("mm", "addmm", "bmm", "linear"), "bitsandbytes": ("gemm_4bit",)}
+    # Attention costs more than its output takes. The choice of experts is computed again: models
+    # change its scores in place, and the same kernels give the same bits.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch.nn.attention.varlen")  # registers its operation
+    grouped = ("bmm",) if keeps_grouped else ()
+    products = {"aten": ("mm", "addmm", "linear", *grouped), "bitsandbytes": ("gemm_4bit",)}
     always = {
         "aten": (
             "_scaled_dot_product_flash_attention",
@@ -56,9 +63,8 @@ def _kept() -> tuple[frozenset[Any], frozenset[Any]]:
             "_scaled_dot_product_cudnn_attention",
             "_scaled_dot_product_attention_math",
             "_scaled_dot_product_fused_attention_overrideable",
-            "_grouped_mm",
             "_scaled_mm",
-            "topk",
+            *(("_grouped_mm",) if keeps_grouped else ()),
         ),
         "torch_attn": ("_varlen_attn",),
         "flash_attn": ("_flash_attn_forward", "_flash_attn_varlen_forward"),
@@ -77,11 +83,11 @@ def _overloads(names: Mapping[str, Sequence[str]]) -> frozenset[Any]:
     return frozenset(found)
 
 
-def _contexts() -> Any:
+def _contexts(*, keeps_grouped: bool) -> Any:
     # For one block: the forward pass and its recomputation count the products alike.
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-    products, always = _kept()
+    products, always = _kept(keeps_grouped=keeps_grouped)
     counts = {True: 0, False: 0}
 
     def keep(context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> Any:

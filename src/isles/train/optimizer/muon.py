@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -90,9 +91,13 @@ def _stacks(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         cut = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
         alike.setdefault((p.shape, p.dtype, p.device, cut), []).append(p)
     for same in alike.values():
-        group = _rows_group(same[0]) or _copies_group(same[0])
+        rows = _rows_group(same[0])
+        group = rows or _copies_group(same[0])
         ranks = 1 if group is None else dist.get_world_size(group)
-        held = local(same[0]).numel() or 1
+        # Of the rank with the most rows: from its own rows, a rank with fewer would make longer
+        # stacks than the others, and wait for exchanges that they never begin.
+        height, *width = same[0].shape
+        held = math.prod((-(-height // ranks) if rows else height, *width))
         size = max(_LARGEST_STACK // held // ranks, 1) * ranks  # the same part for each rank
         for start in range(0, len(same), size):
             yield same[start : start + size]
