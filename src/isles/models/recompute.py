@@ -37,8 +37,8 @@ def set_gradient_checkpointing(model: nn.Module, kind: str) -> None:
     options: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":
         # With a bias, experts add it in place to the product, which must not be kept then.
-        names = (name for name, _ in model.named_parameters())
-        has_bias = any("experts" in name and "bias" in name for name in names)
+        weights = (name for name, _ in model.named_parameters())
+        has_bias = any("experts" in name and "bias" in name for name in weights)
         options["context_fn"] = functools.partial(_contexts, keeps_grouped=not has_bias)
     # transformers 5 renamed it, and version 6 removes the old name.
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
