@@ -414,7 +414,8 @@ esac"""
     patched = "import sys, pathlib, isles.run.limits as limits; "
     patched += f"limits.CGROUPS = pathlib.Path('{here}/groups'); "
     patched += f"limits.OWN = pathlib.Path('{here}/own'); exec(sys.argv[2])"
-    python = write_program(here / "bin" / "limited", f'exec {sys.executable} -c "{patched}" "$@"')
+    own = shlex.quote(sys.executable)
+    python = write_program(here / "bin" / "limited", f'exec {own} -c "{patched}" "$@"')
 
     def host(path: object) -> tuple[str, float]:
         environment = f"environment: {{python: {path}}}, workdir: {here}"
