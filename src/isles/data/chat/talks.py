@@ -13,6 +13,7 @@ from typing import Any
 from isles.data.chat.messages import (
     ROLE_NAMES,
     check_answers,
+    listed_messages,
     read_messages,
     read_tools,
     read_variables,
@@ -87,6 +88,10 @@ class TalkParser(Parser):
     def _read_messages(self, value: object, name: str, row: Row) -> list[Message]:
         keys, where = self._keys, row.where
         return read_messages(value, name, where, keys, ignored=self.ignored, unread=self.unread)
+
+    def _cell(self, key: str, row: Row) -> Any:
+        # A text that is a JSON list of messages counts as that list.
+        return listed_messages(row.columns.get(self._names[key]), self._keys, row.where)
 
     def _beside(self, row: Row) -> dict[str, Any]:
         # What else a `Chat` has of this row.
@@ -168,7 +173,7 @@ class ChatParser(TalkParser):
 class InstructParser(TalkParser):
     """Instruction (with input) and output, or prompt and completion, and perhaps a system message.
 
-    A prompt may be a list of messages; then the completion may be one as well. `history` holds the
+    Prompt and completion may be lists of messages, also as JSON text. `history` holds the
     turns before, as pairs of a question and its answer, which is trained too.
     """
 
@@ -200,8 +205,11 @@ class InstructParser(TalkParser):
         system = self._text("system", row, may_miss=True)
         history = self._history(row)
         is_prompt = question == "prompt"
-        if is_prompt and not isinstance(row.columns[self._names["prompt"]], str):
-            return self._messages(row, system, history)
+        if is_prompt:
+            cells = asked, answered = self._cell("prompt", row), self._cell("completion", row)
+            lists = isinstance(answered, list) and any(isinstance(m, Mapping) for m in answered)
+            if lists or not isinstance(asked, str):
+                return self._messages(*cells, row, system, history)
         asked, answered = self._text(question, row), self._text(answer, row)
         given = "" if is_prompt else self._text("input", row, may_miss=True)
         if self._has_template:
@@ -267,17 +275,21 @@ class InstructParser(TalkParser):
             messages += [{"role": "user", "content": question}, _assistant(answer)]
         return messages
 
-    def _messages(self, row: Row, system: str, history: list[Message]) -> Chat:
-        name = self._names["prompt"]
+    def _messages(
+        self, prompt: object, value: object, row: Row, system: str, history: list[Message]
+    ) -> Chat:
+        name = self._names["completion" if isinstance(prompt, str) else "prompt"]
         if not self._has_template:
             raise _needs_template(f"column {name!r} holds messages", row.where)
-        asked = self._read_messages(row.columns[name], name, row)
+        if isinstance(prompt, str):
+            asked: list[Message] = [{"role": "user", "content": self._text("prompt", row)}]
+        else:
+            asked = self._read_messages(prompt, name, row)
         asked = self._with_system(asked, system)
         start = 1 if asked and asked[0]["role"] == "system" else 0
         messages = [*asked[:start], *history, *asked[start:]]
         first = start if history else len(messages)
         answer = self._need("completion", list(row.columns), row.where)
-        value = row.columns[answer]
         if isinstance(value, str):
             messages.append(_assistant(checked_text(value, f"column {answer!r}", row.where)))
         elif isinstance(value, Mapping | Sequence):
@@ -291,8 +303,9 @@ class InstructParser(TalkParser):
 class PreferenceParser(TalkParser):
     """A prompt with a chosen and a rejected answer.
 
-    The answers may be text or lists of messages. Conversations with the same beginning may replace
-    prompt and answer. Text with turns of `Human:` and `Assistant:` is read as a conversation.
+    The answers may be text or lists of messages, also as JSON text. Conversations with the same
+    beginning may replace prompt and answer. Text with turns of `Human:` and `Assistant:` is read as
+    a conversation.
     """
 
     def __init__(
@@ -309,7 +322,7 @@ class PreferenceParser(TalkParser):
     def parse(self, row: Row) -> Pair:
         self.check(list(row.columns), row.where)
         system = self._text("system", row, may_miss=True)
-        prompt = row.columns.get(self._names["prompt"])
+        prompt = self._cell("prompt", row)
         answers = [self._answer(key, row) for key in ("chosen", "rejected")]
         if not self._has_template:
             if not isinstance(prompt, str) or not all(isinstance(a, str) for a in answers):
@@ -330,7 +343,7 @@ class PreferenceParser(TalkParser):
 
     def _answer(self, key: str, row: Row) -> str | list[Message]:
         name = self._names[key]
-        value = row.columns[name]
+        value = self._cell(key, row)
         if isinstance(value, str):
             text = self._text(key, row)
             return _turns(text, row.where) or text

@@ -1,0 +1,55 @@
+"""Cells with JSON text: messages and arguments of calls, as CSV files and tables have them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from isles.errors import DataError
+from tests.each import each
+from tests.unit.test_given_rows import A, U, encode_row, refusal_of
+
+SHARED = [{"from": "human", "value": "Rain?"}]
+INSTRUCT: dict[str, Any] = {"type": "instruct"}
+PREFERENCE: dict[str, Any] = {"type": "preference"}
+NO = {"role": "assistant", "content": "Yes."}
+
+
+def as_text(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as a CSV file has it."""
+    return {k: v if isinstance(v, str) else json.dumps(v, indent=1) for k, v in row.items()}
+
+
+@each(
+    (INSTRUCT, {"prompt": [U], "completion": [A]}),
+    (INSTRUCT, {"prompt": SHARED, "completion": "No."}),
+    (INSTRUCT, {"prompt": "Rain?", "completion": [A]}),
+    (PREFERENCE, {"prompt": [U], "chosen": [A], "rejected": [NO]}),
+    (PREFERENCE, {"prompt": "Rain?", "chosen": [A], "rejected": "Yes."}),
+    (PREFERENCE, {"chosen": [U, A], "rejected": [U, NO]}),
+)
+def test_messages_as_json_text_are_messages(kind, row):
+    want = encode_row(row, **kind)
+    assert want[0][0].endswith("[[No.<|im_end|>]]\n") and "{" not in want[0][0]
+    assert encode_row(as_text(row), **kind) == want
+    with pytest.raises(DataError, match="the tokenizer has no chat template"):
+        encode_row(as_text(row), None, **kind)
+
+
+@each(
+    "[1, 2]", '[{"a": 1}]', "[]", "[INST] Why?", '[{"role": 1, "content": ""}]', '[{"role": "user"'
+)
+def test_other_json_text_stays_text(text):
+    for prompt, answer in (("Rain?", text), (text, "No.")):
+        chat = {"prompt": prompt, "completion": answer}
+        assert f"[[{answer}<|im_end|>]]" in encode_row(chat, **INSTRUCT)[0][0]
+        pair = {"prompt": prompt, "chosen": answer, "rejected": "Yes."}
+        assert f"[[{answer}<|im_end|>]]" in encode_row(pair, **PREFERENCE)[0][0]
+
+
+def test_messages_as_json_text_with_a_field_twice_are_refused():
+    twice = '[{"role": "user", "content": "a", "content": "b"}]'
+    error = refusal_of({"prompt": twice, "completion": "No."}, **INSTRUCT)
+    assert "two fields 'content'" in error.what and error.where == "f:1"
