@@ -9,7 +9,17 @@ import pytest
 
 from isles.errors import DataError
 from tests.each import each
-from tests.unit.test_given_rows import A, U, encode_row, refusal_of
+from tests.unit.test_given_rows import (
+    FORMS,
+    KNOWS,
+    RESULT,
+    A,
+    U,
+    call,
+    encode_row,
+    refusal_of,
+    text_of,
+)
 
 SHARED = [{"from": "human", "value": "Rain?"}]
 INSTRUCT: dict[str, Any] = {"type": "instruct"}
@@ -53,3 +63,26 @@ def test_messages_as_json_text_with_a_field_twice_are_refused():
     twice = '[{"role": "user", "content": "a", "content": "b"}]'
     error = refusal_of({"prompt": twice, "completion": "No."}, **INSTRUCT)
     assert "two fields 'content'" in error.what and error.where == "f:1"
+
+
+@each(
+    ('{"x": 1, "x": 2}', "a JSON object has two fields 'x'"),
+    ('{"x": {"k": 1, "k": 2}}', "a JSON object has two fields 'k'"),
+    ('{"x": NaN}', "the number NaN is not finite"),
+    ('{"x": [-Infinity]}', "the number -Infinity is not finite"),
+    ('{"x": 1e400}', "the number 1e400 is not finite"),
+    ('{"x": 1', "which is not JSON"),
+    ("null", "are null, not a JSON object"),
+    ("[1]", "are list '[1]', not a JSON object"),
+    ("5", "are int '5', not a JSON object"),
+    (json.dumps('{"x": 1}'), "not a JSON object (JSON text inside JSON text)"),
+    ([1], "are list '[1]', not a JSON object"),
+)
+def test_arguments_that_an_object_cannot_hold_are_refused_unless_written_as_text(arguments, what):
+    chat = [U, call(arguments), RESULT, A]
+    error = refusal_of(chat, KNOWS)
+    assert error.what.startswith("the arguments of weather are ") and what in error.what
+    assert error.where == "f:1" and error.fix.startswith("repair the arguments")
+    assert "template" not in error.what
+    if isinstance(arguments, str):
+        assert f"[[{arguments}weather" in text_of(chat, FORMS["printed"])
