@@ -1,4 +1,4 @@
-"""Cells with JSON text: messages and arguments of calls, as CSV files and tables have them."""
+"""Cells with JSON text, as CSV files and tables have them, and prompts that answers repeat."""
 
 from __future__ import annotations
 
@@ -86,3 +86,43 @@ def test_arguments_that_an_object_cannot_hold_are_refused_unless_written_as_text
     assert "template" not in error.what
     if isinstance(arguments, str):
         assert f"[[{arguments}weather" in text_of(chat, FORMS["printed"])
+
+
+OTHER = {"role": "user", "content": "Snow?"}
+CALLED = call(), RESULT
+
+
+@each(
+    (
+        {"chosen": [U, A], "rejected": [OTHER, NO]},
+        "different prompts: chosen[0] is str 'Rain?'",
+        "",
+    ),
+    ({"chosen": [U, A, U, A], "rejected": [U, A, OTHER, NO]}, "different prompts: chosen[2]", ""),
+    ({"chosen": [U, A], "rejected": [U, OTHER, NO]}, "rejected[1] is str 'Snow?' (user)", ""),
+    (
+        {"prompt": "Rain?", "chosen": [OTHER, A], "rejected": [OTHER, NO]},
+        "chosen begins with a question: 'Rain?' and 'Snow?'",
+        "ignore_fields: [prompt]",
+    ),
+    ({"prompt": [U], "completion": [OTHER, A]}, "completion begins with a question", ""),
+)
+def test_answers_to_different_prompts_are_refused(row, what, fix):
+    kind = INSTRUCT if "completion" in row else PREFERENCE
+    error = refusal_of(row, **kind)
+    assert what in error.what and fix in error.fix and error.where == "f:1"
+    if fix:
+        encode_row(row, **kind, ignore_fields=["prompt"])
+
+
+@each("Rain? ", "\n Rain?", [U], [{**U, "content": " Rain?", "name": "Ann"}])
+def test_a_prompt_that_answers_repeat_counts_once(prompt):
+    want = encode_row({"prompt": "Rain?", "chosen": "No.", "rejected": "Yes."}, **PREFERENCE)
+    row = {"prompt": prompt, "chosen": [U, A], "rejected": [U, NO]}
+    assert encode_row(row, **PREFERENCE) == want
+    (asked,), _ = encode_row({"prompt": prompt, "completion": [U, A]}, **INSTRUCT)
+    assert asked.count("Rain?") == 1 and asked.endswith("[[No.<|im_end|>]]\n")
+    spaced = {"chosen": [U, A], "rejected": [{**U, "content": "Rain? "}, NO]}
+    assert encode_row(spaced, **PREFERENCE)[0][0] == want[0][0]
+    talks = {"chosen": [U, *CALLED, A], "rejected": [U, *CALLED, NO]}
+    assert len(encode_row(talks, KNOWS, **PREFERENCE)[0]) == 2

@@ -33,6 +33,7 @@ from isles.data.sources.rows import (
     checked_text,
     from_json_text,
     missing_column,
+    show,
     wrong_type,
 )
 from isles.errors import DataError
@@ -125,6 +126,22 @@ class TalkParser(Parser):
         if not self._trains_all:
             check_answers(messages, name, row.where, first, masked)
         return Chat(messages, first=first, masked=masked, **self._beside(row))
+
+    def _after(self, asked: list[Message], answer: list[Message], key: str, row: Row) -> int:
+        # How many messages of the answer repeat the prompt: all of it, or none.
+        if asked and len(answer) >= len(asked) and all(map(_is_same, asked, answer)):
+            return len(asked)
+        if asked and answer and asked[-1]["role"] == answer[0]["role"] == "user":
+            what = (
+                f"{self._names['prompt']} ends with a question, and {self._names[key]} begins with a "
+                f"question: {asked[-1]['content'][:40]!r} and {answer[0]['content'][:40]!r}"
+            )
+            fix = "repair or remove that row"
+            if key == "completion" or "prompt" in self._named:
+                raise DataError(what, where=row.where, fix=fix)
+            fix += ", or train on the conversations without the prompt:"
+            raise FieldError(what, where=row.where, fix=fix, ignore=["prompt"])
+        return 0
 
     def _with_system(self, messages: list[Message], system: str) -> list[Message]:
         if not system.strip():
@@ -294,7 +311,8 @@ class InstructParser(TalkParser):
             messages.append(_assistant(checked_text(value, f"column {answer!r}", row.where)))
         elif isinstance(value, Mapping | Sequence):
             value = [value] if isinstance(value, Mapping) else value
-            messages += self._read_messages(value, answer, row)
+            read = self._read_messages(value, answer, row)
+            messages += read[self._after(asked[start:], read, "completion", row) :]
         else:
             raise wrong_type(value, f"column {answer!r}", "text or messages", row.where)
         return self._chat(messages, answer, row, first)
@@ -333,11 +351,10 @@ class PreferenceParser(TalkParser):
             self._check_different(answers[0], answers[1], row)
             return Pair(*(Continuation(before, str(answer)) for answer in answers))
         messages = self._before(prompt, system, row)
-        one, other = (self._conversation(messages, answer, row) for answer in answers)
+        one = self._conversation(messages, answers[0], "chosen", row)
+        other = self._conversation(messages, answers[1], "rejected", row)
         self._check_different(one, other, row)
-        first = 0  # messages that both have in common
-        while first < min(len(one), len(other)) and one[first] == other[first]:
-            first += 1
+        first = self._num_common(one, other, row)
         chosen, rejected = self._names["chosen"], self._names["rejected"]
         return Pair(self._chat(one, chosen, row, first), self._chat(other, rejected, row, first))
 
@@ -362,7 +379,7 @@ class PreferenceParser(TalkParser):
         return self._with_system(messages, system)
 
     def _conversation(
-        self, before: list[Message], answer: str | list[Message], row: Row
+        self, before: list[Message], answer: str | list[Message], key: str, row: Row
     ) -> list[Message]:
         # The messages before, and the answer, which may begin with these messages itself.
         asked = [message for message in before if message["role"] != "system"]
@@ -376,7 +393,26 @@ class PreferenceParser(TalkParser):
             if system and system[0]["content"] != answer[0]["content"]:
                 self.unread.add(self._names["system"])
             system, answer = answer[:1], answer[1:]
-        return [*system, *([] if answer[: len(asked)] == asked else asked), *answer]
+        repeated = self._after(asked, answer, key, row)
+        return [*system, *([] if repeated else asked), *answer]
+
+    def _num_common(self, one: list[Message], other: list[Message], row: Row) -> int:
+        # How many messages the two have in common: the prompt, and perhaps some answers.
+        name, other_name = self._names["chosen"], self._names["rejected"]
+        for index, (left, right) in enumerate(zip(one, other, strict=False)):
+            roles = {left["role"], right["role"]}
+            if left == right or ("assistant" not in roles and _is_same(left, right)):
+                continue
+            if roles == {"assistant"}:
+                return index
+            raise DataError(
+                f"{name} and {other_name} answer different prompts: {name}[{index}] is "
+                f"{show(left['content'])} ({left['role']}), {other_name}[{index}] is "
+                f"{show(right['content'])} ({right['role']})",
+                where=row.where,
+                fix="repair or remove that row",
+            )
+        return min(len(one), len(other))
 
     def _check_different(self, chosen: object, rejected: object, row: Row) -> None:
         if chosen == rejected:
@@ -395,6 +431,14 @@ def _needs_template(what: str, where: str, *, ignore: str = "") -> DataError:
 
 def _assistant(text: str) -> Message:
     return {"role": "assistant", "content": text}
+
+
+def _is_same(one: Message, other: Message) -> bool:
+    # Equal role, calls and content, except for white space at the ends of the content.
+    cells = (one["content"], other["content"])
+    said = [cell.strip() if isinstance(cell, str) else cell for cell in cells]
+    calls = one.get("tool_calls") == other.get("tool_calls")
+    return one["role"] == other["role"] and said[0] == said[1] and calls
 
 
 def _turns(text: str, where: str) -> list[Message] | None:
