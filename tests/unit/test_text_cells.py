@@ -126,3 +126,14 @@ def test_a_prompt_that_answers_repeat_counts_once(prompt):
     assert encode_row(spaced, **PREFERENCE)[0][0] == want[0][0]
     talks = {"chosen": [U, *CALLED, A], "rejected": [U, *CALLED, NO]}
     assert len(encode_row(talks, KNOWS, **PREFERENCE)[0]) == 2
+
+
+def test_a_list_of_texts_is_not_content():
+    for key, names in (("content", ("user", "assistant")), ("value", ("human", "gpt"))):
+        role = "role" if key == "content" else "from"
+        for said in (["s1", "s2"], [{"type": "text", "text": "s1"}, "s2"]):
+            asked, answer = ({role: name, key: said} for name in names)
+            error = refusal_of([asked, answer])
+            at = next(number for number, part in enumerate(said) if isinstance(part, str))
+            assert f"messages[0].{key}[{at}] holds str" in error.what and error.where == "f:1"
+            assert "only parts of type 'text'" in error.what

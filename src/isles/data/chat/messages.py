@@ -244,9 +244,7 @@ def _content(value: object, at: str, where: str, role: str, unread: set[str]) ->
         return checked_text(value, at, where)
     texts = []
     for index, part in enumerate(value):
-        if isinstance(part, str):
-            texts.append(checked_text(part, f"{at}[{index}]", where))
-        elif isinstance(part, Mapping) and part.get("type") == "text":
+        if isinstance(part, Mapping) and part.get("type") == "text":
             texts.append(checked_text(part.get("text"), f"{at}[{index}].text", where))
             others = (key for key, cell in part.items() if key not in ("type", "text"))
             unread |= {f"messages.content.{key}" for key in others if part[key] is not None}

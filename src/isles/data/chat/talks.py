@@ -132,9 +132,10 @@ class TalkParser(Parser):
         if asked and len(answer) >= len(asked) and all(map(_is_same, asked, answer)):
             return len(asked)
         if asked and answer and asked[-1]["role"] == answer[0]["role"] == "user":
+            names = self._names["prompt"], self._names[key]
             what = (
-                f"{self._names['prompt']} ends with a question, and {self._names[key]} begins with a "
-                f"question: {asked[-1]['content'][:40]!r} and {answer[0]['content'][:40]!r}"
+                f"{names[0]} ends with a question, and {names[1]} begins with a question: "
+                f"{asked[-1]['content'][:40]!r} and {answer[0]['content'][:40]!r}"
             )
             fix = "repair or remove that row"
             if key == "completion" or "prompt" in self._named:
