@@ -15,6 +15,7 @@ from datetime import datetime
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
+from isles.data.sources.names import FINITE_JSON, OddNumber, RepeatedKey
 from isles.data.sources.rows import EMPTY, Chat, Message, show
 from isles.errors import DataError
 
@@ -37,6 +38,10 @@ class TemplateRefusal(Exception):
     def __init__(self, what: str, ignore: str | None = None) -> None:
         super().__init__(what)
         self.ignore = ignore
+
+
+class ArgumentsRefusal(TemplateRefusal):
+    """Arguments of a call are not a JSON object, whatever the template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +126,17 @@ def _as_text(value: Any) -> str:
 
 def _as_object(function: Mapping[str, Any]) -> Any:
     given = value = function["arguments"]
-    if isinstance(given, str):
-        with suppress(ValueError, RecursionError):
-            value = json.loads(given)
-    if not isinstance(value, Mapping):
-        what = f"it takes arguments as a JSON object, but those of {function['name']} are"
-        raise TemplateRefusal(f"{what} {show(given)}", _CALLS)
+    try:
+        value = FINITE_JSON.decode(given) if isinstance(given, str) else given
+        what = "" if isinstance(value, Mapping) else f"are {show(value)}, not a JSON object"
+        if isinstance(value, str):
+            what += " (JSON text inside JSON text)"
+    except (RepeatedKey, OddNumber) as error:
+        what = f"are {show(given)}: {error}"
+    except (ValueError, RecursionError):
+        what = f"are {show(given)}, which is not JSON"
+    if what:
+        raise ArgumentsRefusal(f"the arguments of {function['name']} {what}", _CALLS)
     return value
 
 

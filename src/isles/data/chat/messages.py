@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -113,6 +114,31 @@ def read_messages(
     return messages
 
 
+def listed_messages(value: object, keys: Mapping[str, str], where: str) -> object:
+    """The messages of a cell that lists them as JSON text, as CSV files do; other cells unchanged.
+
+    DataError: a message has a field twice.
+
+    Args:
+        keys: the names of role and content in the data, if they are not the known names.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    roles = (keys["role"],) if "role" in keys else ROLE_NAMES
+    contents = (keys["content"],) if "content" in keys else _CONTENT_NAMES
+    others = {*contents, "tool_calls", "function_call"}
+    for one in found:
+        if not isinstance(one, Mapping) or not others & one.keys():
+            return value
+        if not any(isinstance(one.get(role), str) for role in roles):
+            return value
+    return from_json_text(value, "the cell", where) if found else value
+
+
 def _without(value: Any, ignored: frozenset[str], dropped: set[str], name: str) -> Any:
     # A message, or a part of a call, without these fields.
     if not isinstance(value, Mapping):
@@ -218,9 +244,7 @@ def _content(value: object, at: str, where: str, role: str, unread: set[str]) ->
         return checked_text(value, at, where)
     texts = []
     for index, part in enumerate(value):
-        if isinstance(part, str):
-            texts.append(checked_text(part, f"{at}[{index}]", where))
-        elif isinstance(part, Mapping) and part.get("type") == "text":
+        if isinstance(part, Mapping) and part.get("type") == "text":
             texts.append(checked_text(part.get("text"), f"{at}[{index}].text", where))
             others = (key for key, cell in part.items() if key not in ("type", "text"))
             unread |= {f"messages.content.{key}" for key in others if part[key] is not None}

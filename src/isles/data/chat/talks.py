@@ -13,6 +13,7 @@ from typing import Any
 from isles.data.chat.messages import (
     ROLE_NAMES,
     check_answers,
+    listed_messages,
     read_messages,
     read_tools,
     read_variables,
@@ -32,6 +33,7 @@ from isles.data.sources.rows import (
     checked_text,
     from_json_text,
     missing_column,
+    show,
     wrong_type,
 )
 from isles.errors import DataError
@@ -88,6 +90,10 @@ class TalkParser(Parser):
         keys, where = self._keys, row.where
         return read_messages(value, name, where, keys, ignored=self.ignored, unread=self.unread)
 
+    def _cell(self, key: str, row: Row) -> Any:
+        # A text that is a JSON list of messages counts as that list.
+        return listed_messages(row.columns.get(self._names[key]), self._keys, row.where)
+
     def _beside(self, row: Row) -> dict[str, Any]:
         # What else a `Chat` has of this row.
         columns, where = row.columns, row.where
@@ -120,6 +126,23 @@ class TalkParser(Parser):
         if not self._trains_all:
             check_answers(messages, name, row.where, first, masked)
         return Chat(messages, first=first, masked=masked, **self._beside(row))
+
+    def _after(self, asked: list[Message], answer: list[Message], key: str, row: Row) -> int:
+        # How many messages of the answer repeat the prompt: all of it, or none.
+        if asked and len(answer) >= len(asked) and all(map(_is_same, asked, answer)):
+            return len(asked)
+        if asked and answer and asked[-1]["role"] == answer[0]["role"] == "user":
+            names = self._names["prompt"], self._names[key]
+            what = (
+                f"{names[0]} ends with a question, and {names[1]} begins with a question: "
+                f"{asked[-1]['content'][:40]!r} and {answer[0]['content'][:40]!r}"
+            )
+            fix = "repair or remove that row"
+            if key == "completion" or "prompt" in self._named:
+                raise DataError(what, where=row.where, fix=fix)
+            fix += ", or train on the conversations without the prompt:"
+            raise FieldError(what, where=row.where, fix=fix, ignore=["prompt"])
+        return 0
 
     def _with_system(self, messages: list[Message], system: str) -> list[Message]:
         if not system.strip():
@@ -168,7 +191,7 @@ class ChatParser(TalkParser):
 class InstructParser(TalkParser):
     """Instruction (with input) and output, or prompt and completion, and perhaps a system message.
 
-    A prompt may be a list of messages; then the completion may be one as well. `history` holds the
+    Prompt and completion may be lists of messages, also as JSON text. `history` holds the
     turns before, as pairs of a question and its answer, which is trained too.
     """
 
@@ -200,8 +223,11 @@ class InstructParser(TalkParser):
         system = self._text("system", row, may_miss=True)
         history = self._history(row)
         is_prompt = question == "prompt"
-        if is_prompt and not isinstance(row.columns[self._names["prompt"]], str):
-            return self._messages(row, system, history)
+        if is_prompt:
+            cells = asked, answered = self._cell("prompt", row), self._cell("completion", row)
+            lists = isinstance(answered, list) and any(isinstance(m, Mapping) for m in answered)
+            if lists or not isinstance(asked, str):
+                return self._messages(*cells, row, system, history)
         asked, answered = self._text(question, row), self._text(answer, row)
         given = "" if is_prompt else self._text("input", row, may_miss=True)
         if self._has_template:
@@ -267,22 +293,27 @@ class InstructParser(TalkParser):
             messages += [{"role": "user", "content": question}, _assistant(answer)]
         return messages
 
-    def _messages(self, row: Row, system: str, history: list[Message]) -> Chat:
-        name = self._names["prompt"]
+    def _messages(
+        self, prompt: object, value: object, row: Row, system: str, history: list[Message]
+    ) -> Chat:
+        name = self._names["completion" if isinstance(prompt, str) else "prompt"]
         if not self._has_template:
             raise _needs_template(f"column {name!r} holds messages", row.where)
-        asked = self._read_messages(row.columns[name], name, row)
+        if isinstance(prompt, str):
+            asked: list[Message] = [{"role": "user", "content": self._text("prompt", row)}]
+        else:
+            asked = self._read_messages(prompt, name, row)
         asked = self._with_system(asked, system)
         start = 1 if asked and asked[0]["role"] == "system" else 0
         messages = [*asked[:start], *history, *asked[start:]]
         first = start if history else len(messages)
         answer = self._need("completion", list(row.columns), row.where)
-        value = row.columns[answer]
         if isinstance(value, str):
             messages.append(_assistant(checked_text(value, f"column {answer!r}", row.where)))
         elif isinstance(value, Mapping | Sequence):
             value = [value] if isinstance(value, Mapping) else value
-            messages += self._read_messages(value, answer, row)
+            read = self._read_messages(value, answer, row)
+            messages += read[self._after(asked[start:], read, "completion", row) :]
         else:
             raise wrong_type(value, f"column {answer!r}", "text or messages", row.where)
         return self._chat(messages, answer, row, first)
@@ -291,8 +322,9 @@ class InstructParser(TalkParser):
 class PreferenceParser(TalkParser):
     """A prompt with a chosen and a rejected answer.
 
-    The answers may be text or lists of messages. Conversations with the same beginning may replace
-    prompt and answer. Text with turns of `Human:` and `Assistant:` is read as a conversation.
+    The answers may be text or lists of messages, also as JSON text. Conversations with the same
+    beginning may replace prompt and answer. Text with turns of `Human:` and `Assistant:` is read as
+    a conversation.
     """
 
     def __init__(
@@ -309,7 +341,7 @@ class PreferenceParser(TalkParser):
     def parse(self, row: Row) -> Pair:
         self.check(list(row.columns), row.where)
         system = self._text("system", row, may_miss=True)
-        prompt = row.columns.get(self._names["prompt"])
+        prompt = self._cell("prompt", row)
         answers = [self._answer(key, row) for key in ("chosen", "rejected")]
         if not self._has_template:
             if not isinstance(prompt, str) or not all(isinstance(a, str) for a in answers):
@@ -320,17 +352,16 @@ class PreferenceParser(TalkParser):
             self._check_different(answers[0], answers[1], row)
             return Pair(*(Continuation(before, str(answer)) for answer in answers))
         messages = self._before(prompt, system, row)
-        one, other = (self._conversation(messages, answer, row) for answer in answers)
+        one = self._conversation(messages, answers[0], "chosen", row)
+        other = self._conversation(messages, answers[1], "rejected", row)
         self._check_different(one, other, row)
-        first = 0  # messages that both have in common
-        while first < min(len(one), len(other)) and one[first] == other[first]:
-            first += 1
+        first = self._num_common(one, other, row)
         chosen, rejected = self._names["chosen"], self._names["rejected"]
         return Pair(self._chat(one, chosen, row, first), self._chat(other, rejected, row, first))
 
     def _answer(self, key: str, row: Row) -> str | list[Message]:
         name = self._names[key]
-        value = row.columns[name]
+        value = self._cell(key, row)
         if isinstance(value, str):
             text = self._text(key, row)
             return _turns(text, row.where) or text
@@ -349,7 +380,7 @@ class PreferenceParser(TalkParser):
         return self._with_system(messages, system)
 
     def _conversation(
-        self, before: list[Message], answer: str | list[Message], row: Row
+        self, before: list[Message], answer: str | list[Message], key: str, row: Row
     ) -> list[Message]:
         # The messages before, and the answer, which may begin with these messages itself.
         asked = [message for message in before if message["role"] != "system"]
@@ -363,7 +394,26 @@ class PreferenceParser(TalkParser):
             if system and system[0]["content"] != answer[0]["content"]:
                 self.unread.add(self._names["system"])
             system, answer = answer[:1], answer[1:]
-        return [*system, *([] if answer[: len(asked)] == asked else asked), *answer]
+        repeated = self._after(asked, answer, key, row)
+        return [*system, *([] if repeated else asked), *answer]
+
+    def _num_common(self, one: list[Message], other: list[Message], row: Row) -> int:
+        # How many messages the two have in common: the prompt, and perhaps some answers.
+        name, other_name = self._names["chosen"], self._names["rejected"]
+        for index, (left, right) in enumerate(zip(one, other, strict=False)):
+            roles = {left["role"], right["role"]}
+            if left == right or ("assistant" not in roles and _is_same(left, right)):
+                continue
+            if roles == {"assistant"}:
+                return index
+            raise DataError(
+                f"{name} and {other_name} answer different prompts: {name}[{index}] is "
+                f"{show(left['content'])} ({left['role']}), {other_name}[{index}] is "
+                f"{show(right['content'])} ({right['role']})",
+                where=row.where,
+                fix="repair or remove that row",
+            )
+        return min(len(one), len(other))
 
     def _check_different(self, chosen: object, rejected: object, row: Row) -> None:
         if chosen == rejected:
@@ -382,6 +432,14 @@ def _needs_template(what: str, where: str, *, ignore: str = "") -> DataError:
 
 def _assistant(text: str) -> Message:
     return {"role": "assistant", "content": text}
+
+
+def _is_same(one: Message, other: Message) -> bool:
+    # Equal role, calls and content, except for white space at the ends of the content.
+    cells = (one["content"], other["content"])
+    said = [cell.strip() if isinstance(cell, str) else cell for cell in cells]
+    calls = one.get("tool_calls") == other.get("tool_calls")
+    return one["role"] == other["role"] and said[0] == said[1] and calls
 
 
 def _turns(text: str, where: str) -> list[Message] | None:

@@ -20,6 +20,7 @@ from isles.data.chat.answers import AnswerFinder
 from isles.data.chat.dialogue import Dialogue, Span, SpecialTokens
 from isles.data.chat.fields import (
     FIXED_DAY,
+    ArgumentsRefusal,
     CallForm,
     FieldProbe,
     TemplateRefusal,
@@ -236,6 +237,11 @@ class ChatTemplate:
             "use a template that accepts it (tokenizer.chat_template), or repair or remove the row"
         )
         what = f"the chat template {self._name} refuses this conversation: {error}"
+        if isinstance(error, ArgumentsRefusal):
+            what, fix = (
+                str(error),
+                "repair the arguments so that they are one JSON object, or remove the row",
+            )
         if not ignored:
             return DataError(what, where=where, fix=fix)
         fix += f", or train without {'these fields' if len(ignored) > 1 else 'this field'}:"
