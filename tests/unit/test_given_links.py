@@ -1,0 +1,71 @@
+"""Links among data files: broken ones are named, and no file is read twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from isles.config.files import data_issues, named_files
+from isles.config.load import load_run_file
+from isles.config.sections.data import SourceConfig
+from isles.data.sources.find import open_source
+from isles.errors import DataError
+from tests.each import each
+
+
+def fill(folder: Path) -> None:
+    (folder / "f" / "a").mkdir(parents=True)
+    for file in ("x.jsonl", "f/x.jsonl", "f/a/x.jsonl"):
+        (folder / file).write_text('{"text": "one"}\n')
+
+
+@each(
+    ("*.jsonl", "y.jsonl", "nowhere"),
+    ("*.jsonl", "y.jsonl", "y.jsonl"),
+    ("[xy].jsonl", "y.jsonl", "x.jsonl/below"),
+    ("y.jsonl", "y.jsonl", "nowhere"),
+    ("f/*", "f/y.jsonl", "../nowhere"),
+    ("f/**", "f/a/y", "nowhere"),
+    ("f/**/*.jsonl", "f/a/y.jsonl", "nowhere"),
+    ("f/**/*.jsonl", "f/b", "/no/folder"),
+    ("f/**/*.jsonl", "f/v1.0", "v1.0"),
+    ("f/*/x.jsonl", "f/b", "nowhere"),
+    ("g*/**/*.jsonl", "g1", "nowhere"),
+)
+def test_links_that_lead_to_no_file_are_named(glob, link, target, *, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fill(tmp_path)
+    (tmp_path / link).symlink_to(target)
+    with pytest.raises(DataError) as caught:
+        open_source(SourceConfig(path=glob))
+    assert f"the link {link} points to {target}" in caught.value.what
+    assert f"rm {link}" in caught.value.fix
+    # isles check finds it too
+    run = tmp_path / "run.yaml"
+    run.write_text(
+        "model: {name_or_path: qwen3-0.6b}\n"
+        f"data: {{sources: [{{path: '{glob}', type: text}}], seq_length: 16}}\n"
+        "training: {max_steps: 1}\n"
+    )
+    (issue,) = [i for i in data_issues(load_run_file(run)) if i.id == "files.data"]
+    assert issue.what == caught.value.what and issue.fix == caught.value.fix
+    # The printed fix works.
+    (tmp_path / link).unlink()
+    (tmp_path / "y.jsonl").touch()
+    (tmp_path / "g1").mkdir()
+    (tmp_path / "g1" / "x.jsonl").touch()
+    assert named_files(glob)
+
+
+@each(
+    ("f/*.jsonl", "f/README"),
+    ("f/**/*.jsonl", "f/README.md"),
+    ("f/**/*.jsonl", "f/.#x.jsonl"),
+    ("f/*/x.jsonl", "f/a.lock"),
+)
+def test_other_broken_links_stop_no_run(glob, link, *, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fill(tmp_path)
+    (tmp_path / link).symlink_to("nowhere")
+    assert named_files(glob)
