@@ -1,4 +1,4 @@
-"""Links among data files: broken ones are named, and no file is read twice."""
+"""Folders and links among data files: a folder's files are found, and broken links are named."""
 
 from __future__ import annotations
 
@@ -69,3 +69,19 @@ def test_other_broken_links_stop_no_run(glob, link, *, tmp_path, monkeypatch):
     fill(tmp_path)
     (tmp_path / link).symlink_to("nowhere")
     assert named_files(glob)
+
+
+@each(
+    ("chat", ("x.jsonl", "README.md"), ".jsonl"),
+    ("chat", ("x.csv.gz", "README.md", "LICENSE.txt", "a.py", "b.py"), ".csv.gz"),
+    ("preference", ("README.md",), ".jsonl"),
+    ("text", ("x.jsonl", "README.md"), ".jsonl"),
+    ("text", ("README.md", "x.parquet"), ".parquet"),
+    ("text", ("a.md", "b.md", "x.json"), ".md"),
+)
+def test_the_fix_for_a_folder_fits_the_type(type, names, ending, *, tmp_path):
+    for name in names:
+        (tmp_path / name).touch()
+    with pytest.raises(DataError) as caught:
+        open_source(SourceConfig(path=str(tmp_path), type=type))
+    assert caught.value.fix.endswith(f"such as {tmp_path}/**/*{ending}")

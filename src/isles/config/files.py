@@ -138,7 +138,7 @@ def _missing_source(source: SourceConfig) -> tuple[str, str] | None:
     if source.type == "fake" or name is None or name in BUILT_IN:
         return None
     path = Path(name).expanduser()
-    if found := folder_issue(path):
+    if found := folder_issue(path, source.type):
         return found
     if _exists(path) or named_files(name):
         return _odd_file(path)
@@ -161,8 +161,12 @@ def _odd_file(path: Path) -> tuple[str, str] | None:
     return what, "give a regular file, as isles does not read pipes, sockets or devices"
 
 
-def folder_issue(path: Path) -> tuple[str, str] | None:
-    """The reason why this folder is not a source and a fix, or None if it may be one."""
+def folder_issue(path: Path, type: str) -> tuple[str, str] | None:
+    """The reason why this folder is not a source and a fix, or None if it may be one.
+
+    Args:
+        type: type of the source. Only `text` reads files of text.
+    """
     try:
         if not path.is_dir() or any((path / name).is_file() for name in _SAVED):
             return None
@@ -173,7 +177,10 @@ def folder_issue(path: Path) -> tuple[str, str] | None:
     except OSError:
         return None  # the rank that reads it says more
     # isles does not read all files of a folder, which may also have readmes, archives and caches.
-    read = [kind for kind, _ in kinds.most_common() if ending_of(f"a{kind}").format]
+    formats = {kind: ending_of(f"a{kind}").format for kind in kinds}
+    by_count = sorted(kinds, key=lambda kind: (-kinds[kind], formats[kind] == "text"))
+    wanted = (*([] if type == "text" else ["text"]), None)
+    read = [kind for kind in by_count if formats[kind] not in wanted]
     what = f"{path.absolute()} is a folder that save_to_disk of datasets did not write"
     glob_of_all = f"{path}/**/*{read[0] if read else '.jsonl'}"
     return what, f"give its files with a glob, such as {glob_of_all}"
