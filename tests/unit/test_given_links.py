@@ -85,3 +85,26 @@ def test_the_fix_for_a_folder_fits_the_type(type, names, ending, *, tmp_path):
     with pytest.raises(DataError) as caught:
         open_source(SourceConfig(path=str(tmp_path), type=type))
     assert caught.value.fix.endswith(f"such as {tmp_path}/**/*{ending}")
+
+
+@each(
+    ("*.jsonl", "a.jsonl", "x.jsonl", ["x.jsonl"]),
+    ("*.jsonl", "y.jsonl", "x.jsonl", ["x.jsonl"]),
+    ("f/*/x.jsonl", "f/0", "a", ["f/a/x.jsonl"]),
+    ("f/**/*.jsonl", "f/0", "a", ["f/a/x.jsonl", "f/x.jsonl"]),
+    ("f/**/*.jsonl", "f/0.jsonl", "a/x.jsonl", ["f/a/x.jsonl", "f/x.jsonl"]),
+    ("f/*.jsonl", "f/0.jsonl", "a/x.jsonl", ["f/0.jsonl", "f/x.jsonl"]),
+)
+def test_a_file_and_links_to_it_are_read_once(glob, link, target, files, *, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fill(tmp_path)
+    (tmp_path / link).symlink_to(target)
+    assert list(map(str, named_files(glob))) == files
+    # Two links to a file outside, and two files of equal content, or with one inode.
+    for name in ("y.txt", "z.txt"):
+        (tmp_path / name).symlink_to("f/x.jsonl")
+    assert list(map(str, named_files("*.txt"))) == ["y.txt"]
+    (tmp_path / "0.md").write_text("a")
+    (tmp_path / "1.md").write_text("a")
+    (tmp_path / "2.md").hardlink_to(tmp_path / "1.md")
+    assert len(named_files("*.md")) == 3

@@ -189,6 +189,8 @@ def folder_issue(path: Path, type: str) -> tuple[str, str] | None:
 def named_files(name: str) -> list[Path]:
     """The files of a source on this machine: one file, a folder, or the matches of a glob.
 
+    A file that a glob also matches through links is among them once, without links if possible.
+
     DataError: a glob finds a private file over a link (see `check_found`), a link to nothing, or
     too many names.
     """
@@ -203,7 +205,7 @@ def named_files(name: str) -> list[Path]:
     matches = sorted(set(_matches(str(path), itertools.count(), str(path))))
     found = [(file, file.is_file()) for file in map(Path, matches)]
     _refuse_broken([file for file, is_file in found if not is_file], name)
-    files = [file for file, is_file in found if is_file]
+    files = _once([file for file, is_file in found if is_file])
     plain = itertools.takewhile(lambda part: not glob.has_magic(part), path.parts)
     try:
         check_found(files, Path(*plain))
@@ -217,6 +219,22 @@ def named_files(name: str) -> list[Path]:
             id="files.data",
         ) from None
     return files
+
+
+def _once(files: list[Path]) -> list[Path]:
+    # Names of one file by the numbers that they share, which some network disks repeat.
+    same: dict[object, list[Path]] = {}
+    for file in files:
+        facts = file.stat()
+        same.setdefault((facts.st_dev, facts.st_ino), []).append(file)
+    extra = set[Path]()
+    for names in same.values():
+        if len(names) > 1:
+            real = {name: os.path.realpath(name) for name in names}
+            names.sort(key=lambda name: sum(part.is_symlink() for part in (name, *name.parents)))
+            kept = {real[name]: name for name in reversed(names)}
+            extra |= {*names} - {*kept.values()}
+    return [file for file in files if file not in extra]
 
 
 def _refuse_broken(paths: list[Path], name: str) -> None:
