@@ -34,7 +34,7 @@ from isles.run.records import MAX_LIST_BYTES, read_record, used_up
 
 log = logging.getLogger(__name__)
 
-FORMAT = 4
+FORMAT = 5
 """Version of the files and of the conversion of rows to tokens; a new number gives new keys."""
 
 DOCUMENTS = "docs.npy"
