@@ -405,16 +405,38 @@ def test_a_mask_of_a_message_is_not_guessed():
     ({"prompt": "Rain?", "chosen": "No.", "rejected": "Yes."}, "preference"),
 )
 def test_rows_that_a_column_excludes_are_not_trained_and_named(row, kind):
-    for name, no, yes in (("weight", 0, 1), ("weight", 0.0, 1.0), ("train", False, True)):
+    for name, no, yes in (
+        ("weight", 0, 1),
+        ("weight", 0.0, 1.0),
+        ("train", False, True),
+        ("trainable", "false", " TRUE"),
+        ("weight", "0.0", ""),
+        ("masked", True, False),
+        ("masked", "1", "0"),
+    ):
         rows = [{**row, name: no}, {**row, name: yes}]
         own, tally = encoder(type=kind), Tally("any", 0.0)
         read = [Row("f:1", one) for one in rows]
         first, second = encode_each(read, own, tally)
         assert not first and second and tally.num_empty == 1
         (note,) = field_notes(0, SourceConfig(path="a", type=kind), tally.record())
-        assert f"{name}: 0 or false excludes rows from training (50 % of the rows)" in note
+        value = "1 or true" if name == "masked" else "0 or false"
+        assert f"{name}: {value} excludes rows from training (50 % of the rows)" in note
         assert all(encode_each(read, encoder(type=kind, ignore_fields=[name]), Tally("any", 0.0)))
-    assert notes({**row, "weight": 0.5}, type=kind)[0].endswith("weight 100 %")
+    unclear = ("no", "none", -1, 0.5, [0], [1], {"a": 0}, 2, float("nan"))
+    for name in ("weight", "train", "training", "trainable", "masked"):
+        for value in unclear:
+            error = refusal({**row, name: value}, type=kind)
+            assert f"column {name!r} is " in error.what and error.where == "f:1"
+            assert error.fix.startswith("write 0 or 1, or ")
+            assert error.fix.endswith(f"data.sources.ignore_fields: [{name}]")
+            assert "No." in outcome({**row, name: value}, type=kind, ignore_fields=[name])[0]
+    for fields in ({"weight": 0, "train": 1}, {"train": True, "masked": True}):
+        error = refusal({**row, **fields}, type=kind)
+        assert all(f"{name}: {int(value)}" in error.what for name, value in fields.items())
+        ignored = error.fix.partition("ignore_fields: [")[2].rstrip("]")
+        assert "No." in outcome({**row, **fields}, type=kind, ignore_fields=[ignored])[0]
+    assert not notes({**row, "weight": 1, "train": "true", "masked": 0}, type=kind)
 
 
 @each(

@@ -7,6 +7,7 @@ import glob
 import itertools
 import os
 import re
+import shlex
 from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 from isles.config.endings import ending_of, unread_issue
 from isles.config.foreign import model_config
 from isles.config.interop.deepspeed import deepspeed_file_issues
-from isles.config.links import LinkRefused, check_found
+from isles.config.links import LinkRefused, broken_link, check_found
 from isles.config.load import Loaded
 from isles.config.rules.shape import check_shape
 from isles.config.sections.cluster import SshLauncherConfig
@@ -43,6 +44,8 @@ _MOST_NAMES = 5_000_000
 """Limit for the names in all folders of `**`. A local disk needs ten seconds for this number."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+_FILE_ENDING = re.compile(r"\.[A-Za-z]\w*$")
 
 
 def shape_issues(loaded: Loaded, huggingface_cache: Path) -> list[ConfigError]:
@@ -135,7 +138,7 @@ def _missing_source(source: SourceConfig) -> tuple[str, str] | None:
     if source.type == "fake" or name is None or name in BUILT_IN:
         return None
     path = Path(name).expanduser()
-    if found := folder_issue(path):
+    if found := folder_issue(path, source.type):
         return found
     if _exists(path) or named_files(name):
         return _odd_file(path)
@@ -158,8 +161,12 @@ def _odd_file(path: Path) -> tuple[str, str] | None:
     return what, "give a regular file, as isles does not read pipes, sockets or devices"
 
 
-def folder_issue(path: Path) -> tuple[str, str] | None:
-    """The reason why this folder is not a source and a fix, or None if it may be one."""
+def folder_issue(path: Path, type: str) -> tuple[str, str] | None:
+    """The reason why this folder is not a source and a fix, or None if it may be one.
+
+    Args:
+        type: type of the source. Only `text` reads files of text.
+    """
     try:
         if not path.is_dir() or any((path / name).is_file() for name in _SAVED):
             return None
@@ -170,7 +177,10 @@ def folder_issue(path: Path) -> tuple[str, str] | None:
     except OSError:
         return None  # the rank that reads it says more
     # isles does not read all files of a folder, which may also have readmes, archives and caches.
-    read = [kind for kind, _ in kinds.most_common() if ending_of(f"a{kind}").format]
+    formats = {kind: ending_of(f"a{kind}").format for kind in kinds}
+    by_count = sorted(kinds, key=lambda kind: (-kinds[kind], formats[kind] == "text"))
+    wanted = (*([] if type == "text" else ["text"]), None)
+    read = [kind for kind in by_count if formats[kind] not in wanted]
     what = f"{path.absolute()} is a folder that save_to_disk of datasets did not write"
     glob_of_all = f"{path}/**/*{read[0] if read else '.jsonl'}"
     return what, f"give its files with a glob, such as {glob_of_all}"
@@ -179,7 +189,10 @@ def folder_issue(path: Path) -> tuple[str, str] | None:
 def named_files(name: str) -> list[Path]:
     """The files of a source on this machine: one file, a folder, or the matches of a glob.
 
-    DataError: a glob finds a private file over a link (see `check_found`), or too many names.
+    A file that a glob also matches through links is among them once, without links if possible.
+
+    DataError: a glob finds a private file over a link (see `check_found`), a link to nothing, or
+    too many names.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -187,9 +200,12 @@ def named_files(name: str) -> list[Path]:
     if path.exists():
         return [path]
     if not glob.has_magic(name):
+        _refuse_broken([path], name)
         return []
     matches = sorted(set(_matches(str(path), itertools.count(), str(path))))
-    files = [file for file in map(Path, matches) if file.is_file()]
+    found = [(file, file.is_file()) for file in map(Path, matches)]
+    _refuse_broken([file for file, is_file in found if not is_file], name)
+    files = _once([file for file, is_file in found if is_file])
     plain = itertools.takewhile(lambda part: not glob.has_magic(part), path.parts)
     try:
         check_found(files, Path(*plain))
@@ -205,17 +221,53 @@ def named_files(name: str) -> list[Path]:
     return files
 
 
+def _once(files: list[Path]) -> list[Path]:
+    # Names of one file by the numbers that they share, which some network disks repeat.
+    same: dict[object, list[Path]] = {}
+    for file in files:
+        facts = file.stat()
+        same.setdefault((facts.st_dev, facts.st_ino), []).append(file)
+    extra = set[Path]()
+    for names in same.values():
+        if len(names) > 1:
+            real = {name: os.path.realpath(name) for name in names}
+            names.sort(key=lambda name: sum(part.is_symlink() for part in (name, *name.parents)))
+            kept = {real[name]: name for name in reversed(names)}
+            extra |= {*names} - {*kept.values()}
+    return [file for file in files if file not in extra]
+
+
+def _refuse_broken(paths: list[Path], name: str) -> None:
+    # Else isles would train without the data that a link once led to.
+    broken = [(path, target) for path in paths if (target := broken_link(path)) is not None]
+    if broken:
+        (path, target), more = broken[0], len(broken) - 1
+        others = f" ({more:,} more such links)" if more else ""
+        raise DataError(
+            f"the link {path} points to {target}, where no file is{others}",
+            where=name,
+            fix=f"restore that file, or delete the link: rm {shlex.quote(str(path))}",
+            id="files.data",
+        )
+
+
 def _matches(pattern: str, looked_at: Iterator[int], name: str) -> Iterator[str]:
     # As glob.glob, which follows folder links in a circle without end if ** is in the pattern.
     parts = pattern.split("/")
     if "**" not in parts:
         yield from glob.glob(pattern)  # noqa: PTH207, Path.glob takes no absolute patterns
+        for count in range(1, len(parts)):
+            if glob.has_magic(parts[count - 1]):
+                yield from filter(_is_lost_folder, glob.glob("/".join(parts[:count])))  # noqa: PTH207
         return
     at = parts.index("**")
     top = "/".join(parts[:at]) or "/" * pattern.startswith("/")
     tail = "/".join(itertools.dropwhile(lambda part: part == "**", parts[at:])) or "*"
     tops = glob.glob(top) if glob.has_magic(top) else [top]  # noqa: PTH207
     for folder in _folders(tops, looked_at, name):
+        if _is_lost_folder(folder):
+            yield folder
+            continue
         below = os.path.join(glob.escape(folder), tail)  # noqa: PTH118, may begin with ""
         yield from _matches(below, looked_at, name)
 
@@ -235,6 +287,8 @@ def _folders(tops: list[str], looked_at: Iterator[int], name: str) -> Iterator[s
             with os.scandir(folder or ".") as entries:
                 inner = [entry for entry in entries if _is_folder(entry, looked_at, name)]
         except OSError:
+            if _is_lost_folder(folder):
+                yield folder
             continue
         seen.add(identity)
         yield folder
@@ -252,9 +306,16 @@ def _is_folder(entry: os.DirEntry[str], looked_at: Iterator[int], name: str) -> 
             id="files.data",
         )
     try:
-        return not entry.name.startswith(".") and entry.is_dir()
+        if entry.name.startswith("."):
+            return False
+        return (entry.is_symlink() and _is_lost_folder(entry.path)) or entry.is_dir()
     except OSError:
         return False
+
+
+def _is_lost_folder(path: str) -> bool:
+    # A link that leads nowhere, whose name has no ending of a file: `v1.0` has none.
+    return not _FILE_ENDING.search(path) and broken_link(Path(path)) is not None
 
 
 def _exists(path: Path) -> bool:

@@ -12,6 +12,7 @@ from isles.config.issues import Issue
 from isles.config.rules.training import schedule_rules
 from isles.config.sections.run import RunConfig
 from isles.config.sections.training import TrainingConfig, length_in_steps
+from isles.errors import DataError
 
 _BYTES_PER_TOKEN = 4
 _COUNTED_BYTES = 2**28
@@ -76,7 +77,7 @@ class Data:
 def data_of(config: RunConfig) -> Data:
     """Guess the tokens and the length of a run by the files of its data on this machine."""
     tokens, samples = None, None
-    with suppress(OSError):  # a file cannot be read, which the run and `isles check` report
+    with suppress(OSError, DataError):  # which the run and `isles check` report
         tokens = _tokens(config)
         if not config.data.packing:
             samples = _num_rows(config)

@@ -113,6 +113,17 @@ def _place(handle: int) -> str:
     return ""
 
 
+def broken_link(path: Path) -> str | None:
+    """The target of a link that leads to no file or in a circle; None for any other path."""
+    try:
+        if path.is_symlink():
+            path.stat()
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return str(path.readlink())
+    return None
+
+
 def check_found(files: Iterable[Path], folder: Path) -> None:
     """Refuse private files outside a folder that only a link in this folder leads to.
 

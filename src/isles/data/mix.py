@@ -438,6 +438,6 @@ def _texts(source: SourceConfig, data: DataConfig) -> Iterator[str]:
     for item in read_items(opened.rows(make_parser(source)), source, tally):
         is_empty = False
         yield from texts_of(item)
-    tally.judge()
+    tally.judge(logs=False)  # the same rows are read again as samples, with a report
     if is_empty:
         raise no_documents(opened.name, source.type)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from difflib import get_close_matches
 from typing import Any
 
@@ -15,6 +15,7 @@ from isles.data.sources.rows import (
     Chat,
     FieldError,
     Message,
+    Row,
     checked_text,
     from_json_text,
     show,
@@ -49,19 +50,12 @@ _NOT_ARGUMENTS = frozenset(("id", "type", "index", "function", "name"))
 ROLE_NAMES = ("role", "from")
 _CONTENT_NAMES = ("content", "value")
 _MASKED = ("masked",)
-_TRAIN_NAMES = (
-    *_MASKED,
-    "train",
-    "training",
-    "trainable",
-    "train_on",
-    "train_on_turn",
-    "weight",
-    "loss",
-    "loss_mask",
-)
+_ROW_NAMES = (*_MASKED, "train", "training", "trainable", "weight")
+"""The names that also exclude a row. A row's `loss` is often the loss of another model."""
+_TRAIN_NAMES = (*_ROW_NAMES, "train_on", "train_on_turn", "loss", "loss_mask")
 """Fields of OpenAI and of other trainers that exclude a message from training: `_MASKED` with 1 or
 true, the others with 0 or false."""
+_NUMBERS = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}
 
 
 def read_messages(
@@ -362,6 +356,45 @@ def take_masks(
         if False in is_trained:
             masked.add(index)
     return frozenset(masked)
+
+
+def row_names(others: Set[str]) -> frozenset[str]:
+    """The columns that exclude rows from training, without these others."""
+    return frozenset(_ROW_NAMES) - others
+
+
+def excludes_row(row: Row, names: Set[str]) -> str:
+    """Which of these columns excludes a row from training, as a remark; "": none.
+
+    FieldError: a value is neither 0 nor 1, or columns contradict one another.
+    """
+    said = dict[str, int]()
+    for name in _ROW_NAMES:
+        value = row.columns.get(name)
+        if name not in names or value in EMPTY:
+            continue
+        number = _NUMBERS.get(value.strip().lower()) if isinstance(value, str) else value
+        if number not in (0, 1):
+            raise FieldError(
+                f"column {name!r} is {show(value)}, not 0, 1, false or true",
+                where=row.where,
+                fix="write 0 or 1, or train these rows like all others:",
+                ignore=[name],
+            )
+        said[name] = int(number)
+    out = [name for name, number in said.items() if number == (name in _MASKED)]
+    if out and len(out) < len(said):
+        what = " and ".join(f"{name}: {number}" for name, number in said.items())
+        raise FieldError(
+            f"the row has {what}: only one of them excludes the row from training",
+            where=row.where,
+            fix="delete the wrong column, or train these rows like all others:",
+            ignore=out,
+        )
+    if not out:
+        return ""
+    value = "1 or true" if out[0] in _MASKED else "0 or false"
+    return f"{out[0]}: {value} excludes rows from training"
 
 
 def read_tools(value: object, name: str, where: str) -> list[dict[str, Any]] | None:

@@ -13,10 +13,12 @@ from typing import Any
 from isles.data.chat.messages import (
     ROLE_NAMES,
     check_answers,
+    excludes_row,
     listed_messages,
     read_messages,
     read_tools,
     read_variables,
+    row_names,
     take_masks,
 )
 from isles.data.sources.names import Remark
@@ -47,9 +49,6 @@ class TalkParser(Parser):
     `columns.train` names a field of messages, not a column.
     """
 
-    _WEIGHTS = ("weight", "train", "training", "trainable")
-    """Columns that exclude a row from training with 0 or false."""
-
     _BESIDE = ("system", "tools", "functions", "chat_template_kwargs")
 
     def __init__(
@@ -66,7 +65,7 @@ class TalkParser(Parser):
         self._train_key = columns.get("train")
         self._has_template = has_template
         self._trains_all = trains_all
-        self._weights = {*self._WEIGHTS} - self.wanted - self.ignored
+        self._weights = row_names(self.wanted | self.ignored)
         self.wanted |= self._weights
         self._check_read(*ROLE_NAMES, self._keys.get("role", "role"))
 
@@ -77,14 +76,10 @@ class TalkParser(Parser):
 
     def read(self, row: Row) -> Item | None:
         """Parse a row as `Parser.read`; None also if a column excludes the row from training."""
-        said = {key: str(row.columns.get(key, "")).lower() for key in self._weights}
-        for name, text in said.items():
-            if text in ("0", "0.0", "false"):
-                self.unread = {Remark(f"{name}: 0 or false excludes rows from training")}
-                return None
-        item = super().read(row)
-        self.unread |= {key for key in said if said[key] not in ("", "none", "1", "1.0", "true")}
-        return item
+        if why := excludes_row(row, self._weights):
+            self.unread = {Remark(why)}
+            return None
+        return super().read(row)
 
     def _read_messages(self, value: object, name: str, row: Row) -> list[Message]:
         keys, where = self._keys, row.where

@@ -81,7 +81,7 @@ def open_source(source: SourceConfig, *, streams: bool = False) -> Source:
     path = Path(name).expanduser()
     try:
         if path.is_dir():
-            if found := folder_issue(path):
+            if found := folder_issue(path, source.type):
                 raise DataError(found[0], where=str(path), fix=found[1], id="files.data")
             return _open_saved(path.absolute(), source.split)
         if files := named_files(name):

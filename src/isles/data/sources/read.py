@@ -50,6 +50,7 @@ _CHUNK_BYTES = 2**20
 _LINES_BYTES = 2**18
 _SPACE = re.compile(r"[ \t\n\r]*")
 
+_CR_ALONE = "its lines end with CR alone, not with LF or CR LF"
 _OBJECTS = "repair or remove that line: isles expects one JSON object per line"
 _FROM_ARRAY = "; for a JSON array: jq -c '.[]' FILE > NEW.jsonl"
 _FROM_CHATS = "; for lists of messages: jq -c '{messages: .}' FILE > NEW.jsonl"
@@ -109,7 +110,7 @@ def _rows_in(head: bytes) -> Literal["json", "lines"] | None:
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if _ARRAY.match(text):
         return "json"
-    lines = [line.lstrip() for line in text.split(b"\n") if line.strip()]
+    lines = [line.lstrip() for line in text.splitlines() if line.strip()]
     are_rows = [_is_object(line) for line in lines]
     if lines and len(head) == _HEAD_BYTES:  # the last line goes on behind it
         # Only a few bytes of it may be here.
@@ -204,6 +205,8 @@ def _json_row(line: bytes, path: Path, offset: int, number: int) -> Row | DataEr
     except RepeatedKey as error:
         return error.of_row(where)
     except (ValueError, RecursionError) as error:
+        if number == 1 and is_cut and "\r" in text.strip():  # the whole file is one line
+            raise DataError(_CR_ALONE, where=where, fix=_with_lf(path)) from error
         fix = _OBJECTS
         if number == 1 and line.lstrip().startswith(b"["):
             fix += "; name a file that is one JSON array NAME.json"
@@ -388,12 +391,19 @@ def _read_csv(path: Path, parser: Parser, delimiter: str) -> Rows:
                     )
                 line = reader.line_num + 1
         except csv.Error as error:
+            where, what = f"{path}:{reader.line_num}", f"not CSV: {error}"
             fix = 'put cells with quotes, commas or line breaks in "quotes", and double the quotes '
             fix += "inside"
-            if str(error).startswith("new-line character"):
-                fix = f"if its lines end with CR alone: tr '\\r' '\\n' < {path} > NEW.csv"
-            where = f"{path}:{reader.line_num}"
-            raise DataError(f"not CSV: {error}", where=where, fix=fix) from error
+            if str(error).startswith("new-line character") and reader.line_num == 1:
+                what, fix = _CR_ALONE, _with_lf(path)
+            raise DataError(what, where=where, fix=fix) from error
+
+
+def _with_lf(path: Path) -> str:
+    unpack = "unpack it, then " if ending_of(path.name).packing else ""
+    path = path.with_suffix("") if unpack else path
+    file = shlex.quote(str(path))
+    return f"{unpack}tr '\\r' '\\n' < {file} > NEW{path.suffix} writes its lines with LF"
 
 
 def _check_delimiter(names: Sequence[str], delimiter: str, parser: Parser, where: str) -> None:

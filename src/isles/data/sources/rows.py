@@ -347,13 +347,13 @@ class Tally:
             else:
                 self._unread[name] += 1
 
-    def judge(self, *, is_all: bool = True) -> None:
-        """Refuse too many bad rows with a DataError, or log them.
+    def judge(self, *, is_all: bool = True, logs: bool = True) -> None:
+        """Refuse too many bad rows with a DataError, or log them if `logs`.
 
         Before all rows have been read, only a limit of 0 is known to be passed.
         """
         if self.num_bad and (is_all or not self._limit):
-            judge_bad_rows(self._name, self.record(), self._limit, is_all=is_all)
+            judge_bad_rows(self._name, self.record(), self._limit, is_all=is_all, logs=logs)
 
     def record(self) -> dict[str, Any]:
         """The counts and the first bad rows, as plain JSON."""
@@ -370,9 +370,14 @@ class Tally:
 
 
 def judge_bad_rows(
-    name: str, record: Mapping[str, Any], limit: float, *, is_all: bool = True
+    name: str,
+    record: Mapping[str, Any],
+    limit: float,
+    *,
+    is_all: bool = True,
+    logs: bool = True,
 ) -> None:
-    """Log the bad rows of a `Tally.record`, or refuse too many of them.
+    """Log the bad rows of a `Tally.record` if `logs`, or refuse too many of them.
 
     DataError: their share of all rows is above the limit.
     """
@@ -381,6 +386,8 @@ def judge_bad_rows(
     if not num_bad:
         return
     if num_bad <= limit * num_rows:
+        if not logs:
+            return
         what = "source=%s bad_rows=%d rows=%d: skipped, as data.max_bad_fraction allows"
         log.warning(what, name, num_bad, num_rows)
         for where, what, _ in first:
