@@ -244,7 +244,7 @@ def _refuse_broken(paths: list[Path], name: str) -> None:
         (path, target), more = broken[0], len(broken) - 1
         others = f" ({more:,} more such links)" if more else ""
         raise DataError(
-            f"the link {path} points to {target}, where no file is{others}",
+            f"the link {path} points to {target}, which does not exist{others}",
             where=name,
             fix=f"restore that file, or delete the link: rm {shlex.quote(str(path))}",
             id="files.data",
