@@ -378,7 +378,14 @@ def _check_login(run: CheckedRun, channel: Channel, extent: Extent) -> list[Find
 def _first_rows(hosts: Hosts) -> Callable[[], list[Finding]]:
     if not hosts.extent.rows:
         return list
-    return hosts.check("rows", timeout_s=LONGEST_S + QUICK_S, finding_id="data.rows")
+    rows = hosts.check("rows", timeout_s=LONGEST_S + QUICK_S, finding_id="data.rows")
+
+    def found() -> list[Finding]:
+        # A source that `files.data` has not found has no rows: the same fix is shown once.
+        shown = {f.fix for f in hosts.findings if f.id == "files.data" and f.level == "error"}
+        return [finding for finding in rows() if finding.fix not in shown]
+
+    return found
 
 
 def _count_ranks(hosts: Hosts) -> None:

@@ -44,8 +44,10 @@ def table_rows(table: Any, where: str, *, keeps_nulls: bool = False) -> list[dic
     # pyarrow has no class for all that a damaged buffer provokes.
     except Exception as error:
         raise damaged(error, where) from error
+    # pyarrow takes eight times as long with this option, also for types without maps.
+    has_maps = any("map<" in str(kind) for kind in table.schema.types)
     try:
-        rows: list[dict[str, Any]] = table.to_pylist(maps_as_pydicts="strict")
+        rows: list[dict[str, Any]] = table.to_pylist(maps_as_pydicts="strict" if has_maps else None)
     # Such as a date behind the year 9999, or two fields of one name in a struct.
     except Exception as error:
         types = ", ".join(f"{field.name}: {str(field.type)[:100]}" for field in table.schema)
@@ -55,10 +57,12 @@ def table_rows(table: Any, where: str, *, keeps_nulls: bool = False) -> list[dic
             fix="write the column as text, or as numbers",
             id="data.damaged",
         ) from error
-    for field in table.schema:
-        if not keeps_nulls and (strip := _stripper(field.type)):
-            for row in rows:
-                row[field.name] = strip(row[field.name])
+    for field, column in zip(table.schema, table.columns, strict=True):
+        # Most files have no nulls. To look for them in columns is ten times faster than in rows.
+        if keeps_nulls or _is_plain(column) or (strip := _stripper(field.type)) is None:
+            continue
+        for row in rows:
+            row[field.name] = strip(row[field.name])
     return rows
 
 
@@ -163,6 +167,22 @@ def _is_flat(kind: Any) -> bool:
     import pyarrow as pa
 
     return _has_lengths(kind) or bool(pa.types.is_primitive(kind))
+
+
+def _is_plain(array: Any) -> bool:
+    # Whether no struct within has a null, and no value is a date or a decimal: Python's values are
+    # those of JSON then. False also for types that are not looked into.
+    import pyarrow as pa
+
+    if isinstance(array, pa.ChunkedArray):
+        return all(map(_is_plain, array.chunks))
+    kind = array.type
+    if pa.types.is_struct(kind):
+        fields = array.flatten()  # without the values below nulls
+        return all(field.null_count == 0 and _is_plain(field) for field in fields)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return _is_plain(array.flatten())
+    return _has_lengths(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind)
 
 
 def _stripper(type: Any) -> Callable[[Any], Any] | None:

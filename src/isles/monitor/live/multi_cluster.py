@@ -47,7 +47,7 @@ _STATES: dict[str, ReportState] = {
 
 @dataclass(frozen=True, slots=True)
 class HubAnswer:
-    """Answer of a hub to a status question, or the reason why there is none.
+    """Answer of a hub to a status question, or the reason why the hub gave no answer.
 
     Args:
         status: its answer to /v1/status. If None, `error` has the reason.
