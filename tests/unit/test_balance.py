@@ -34,7 +34,7 @@ from isles.errors import ConfigError
 from isles.models.attention import use_maskless_attention
 from isles.models.build import build_probe
 from isles.train.balance import rank_shares, rank_sizes
-from isles.train.probe import WithLoss, even_micro_batch
+from isles.train.probe import Training, even_micro_batch
 from tests.each import each
 
 CPU = torch.device("cpu")
@@ -165,9 +165,9 @@ def test_a_model_is_measured_and_nothing_else_changes(run_file):
 
     def make(layers: int) -> nn.Module:
         made.append(layers)
-        return WithLoss(probe_of(config, layers), config)
+        return Training(probe_of(config, layers), config, CPU)
 
-    probe = Probe(make, 24, 300, 32, None, CPU, 1.0)
+    probe = Probe(make, 24, 300, 32, CPU, 1.0)
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -187,7 +187,7 @@ def test_what_is_measured_keeps_documents_apart_where_the_run_will(isolates, *, 
     assert use_maskless_attention(model)
     seen: list[Any] = []
     model.register_forward_pre_hook(lambda _, args, given: seen.append(given), with_kwargs=True)
-    WithLoss(model, config)(torch.zeros((2, 8), dtype=torch.int64))
+    Training(model, config, CPU)(torch.zeros((2, 8), dtype=torch.int64))
     mask = seen[-1].get("attention_mask")
     assert (mask is not None) == (isolates == "true")
     if mask is not None:

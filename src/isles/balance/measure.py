@@ -56,11 +56,10 @@ class Probe:
     """A small model that represents a larger model of the same shape.
 
     Args:
-        make: makes a model with the given number of layers, on the device, in train mode, which
-            returns the loss of tokens [B, T].
+        make: makes a model with the given number of layers, on the device, in train mode. Called
+            with tokens [B, T], it runs a forward and a backward pass in the run's precision.
         layers: layers of the real model.
         vocab_size, seq_length: vocabulary and length of the tokens.
-        autocast: type of the matrix products under mixed precision, or None.
         device: device to measure.
         share: share of the real model's work for one rank, as tensor, context and pipeline
             parallel ranks divide the work.
@@ -73,7 +72,6 @@ class Probe:
     layers: int
     vocab_size: int
     seq_length: int
-    autocast: torch.dtype | None
     device: torch.device
     share: float
     world: World | None = None
@@ -218,11 +216,7 @@ def _pass(model: nn.Module, probe: Probe, rows: int) -> None:
     # One forward and backward pass on arbitrary tokens, as an engine does it.
     tokens_BT = torch.arange(rows * probe.seq_length, device=probe.device) % probe.vocab_size
     tokens_BT = tokens_BT.view(rows, probe.seq_length)
-    with torch.autocast(
-        probe.device.type, dtype=probe.autocast, enabled=probe.autocast is not None
-    ):
-        loss = model(tokens_BT)
-    loss.backward()
+    model(tokens_BT)
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.zero_()
@@ -248,8 +242,10 @@ class ComputeMeter:
         self._step = -_WARMUP
         for module in modules:
             # Run after the strategy's hooks before the block, and before its hooks after the block.
-            module.register_forward_pre_hook(self._begin)
-            module.register_forward_hook(self._end, prepend=True)
+            # A compiled module calls them as they are, before and after its graph.
+            begin, end = (torch.compiler.disable(hook) for hook in (self._begin, self._end))
+            module.register_forward_pre_hook(begin)
+            module.register_forward_hook(end, prepend=True)
 
     def step_done(self, *, counts: bool = True) -> None:
         """End a step. `counts`: whether the step had all its rows."""

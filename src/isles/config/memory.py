@@ -113,7 +113,13 @@ def holding_of(
         case AutoStrategy():
             raise AssertionError("a strategy is chosen first")
         case DDPStrategyConfig() if layout.tp == layout.pp == 1:
-            return Holding(keeps_gradients=layout.world_size > 1, savers=layout.world_size)
+            has_copies = config.training.precision == "bf16-mixed"
+            return Holding(
+                gathers="copies" if has_copies else "nothing",
+                casts_whole=has_copies,
+                keeps_gradients=layout.world_size > 1,
+                savers=layout.world_size,
+            )
         case DDPStrategyConfig():
             # FSDP2 with shards of one rank.
             return Holding(gathers="all", casts_whole=True, gradient_width=4, **grid)

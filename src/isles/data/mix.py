@@ -127,6 +127,10 @@ class Dataset:
         states = [part.state() for part in self.parts]
         return None if all(state is None for state in states) else states
 
+    def pad_to_length(self) -> None:
+        """Give every later batch rows of `seq_length`, as if `trims` were off."""
+        self._trims = False
+
     def close(self) -> None:
         """Stop preparing samples in the background."""
         for part in self.parts:

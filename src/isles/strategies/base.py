@@ -181,11 +181,12 @@ class TorchEngine(Engine):
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
-        return self._counted(self._loss_sum(self.model, batch))
+        with self._computing():
+            return self._counted(self._loss_sum(self.model, batch))
 
     @torch.no_grad()
     def row_scores(self, batch: Batch) -> Tensor:
-        with self._autocasting():
+        with self._computing():
             part = localize(batch, self._mesh, self.model)
             return self._objective.row_scores(self.model, part)
 
@@ -232,12 +233,12 @@ class TorchEngine(Engine):
         return self._bound
 
     def _loss_sum(self, forward: Callable[..., Any], batch: Batch) -> Tensor:
-        with self._autocasting():
-            return self._objective.loss_sum(forward, localize(batch, self._mesh, self.model))
+        return self._objective.loss_sum(forward, localize(batch, self._mesh, self.model))
 
     def _counted(self, figure: Tensor) -> Tensor:
         # All tensor parallel ranks have the same loss, so only one of them counts it.
         return figure if self._mesh.place.tp == 0 else torch.zeros_like(figure)
 
-    def _autocasting(self) -> AbstractContextManager[object]:
+    def _computing(self) -> AbstractContextManager[object]:
+        # Within it, a forward pass computes in the run's precision.
         return contextlib.nullcontext()  # FSDP2 casts by itself

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, assert_never
 
@@ -13,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from isles.config.sections.strategy import DDPStrategyConfig
-from isles.dist.batch import IGNORE_INDEX, MIXED_DTYPE, Batch
+from isles.dist.batch import IGNORE_INDEX, Batch
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
 from isles.strategies.base import TorchEngine
+from isles.strategies.mixed_precision import MixedPrecision
 from isles.strategies.objective import CausalLM, MakeObjective
 from isles.strategies.stepper import MakeOptimizers, Stepper
 
@@ -44,7 +46,7 @@ class DDPEngine(TorchEngine):
         stepper = Stepper([model], make_optimizers, device=world.device, precision=precision)
         super().__init__(model, objective, stepper, mesh, world)
         self._must_learn_graph = config.static_graph and world.world_size > 1
-        self._autocast = MIXED_DTYPE.get(precision)
+        self._precision = MixedPrecision(model, precision, world.device)
         self._ddp: DistributedDataParallel | None = None
         self._forward: nn.Module = model
         if world.world_size > 1:
@@ -86,15 +88,18 @@ class DDPEngine(TorchEngine):
     def _backward(self, batch: Batch, scale: float, *, syncs: bool) -> Tensor:
         quiet = self._ddp is not None and not syncs
         # Earlier micro-batches only add to the local gradient; the last one reduces the sum.
-        with self._ddp.no_sync() if quiet and self._ddp else contextlib.nullcontext():
-            loss_sum = self._loss_sum(self._forward, batch)
+        quietly = self._ddp.no_sync() if quiet and self._ddp else contextlib.nullcontext()
+        with quietly, self._precision.micro_batch():
+            with self._precision.forward():
+                loss_sum = self._loss_sum(self._forward, batch)
             loss = self._stepper.scaled(loss_sum * scale, loss_sum)
             loss.backward()  # type: ignore[no-untyped-call]
         return loss_sum.detach()
 
-    def _autocasting(self) -> torch.autocast:
-        enabled = self._autocast is not None
-        return torch.autocast(self._world.device.type, dtype=self._autocast, enabled=enabled)
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        with self._precision.micro_batch(), self._precision.forward():
+            yield
 
 
 def _wrap(

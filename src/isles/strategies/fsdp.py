@@ -98,6 +98,8 @@ def shard_model(
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=MIXED_DTYPE.get(precision),
             reduce_dtype=torch.bfloat16 if config.reduce_dtype == "bf16" else torch.float32,
+            # Some models have rotary positions in fp32 by intention, as `MixedPrecision` has them.
+            cast_forward_inputs=False,
         ),
         "offload_policy": offload,
     }

@@ -81,9 +81,6 @@ def watch_speed(balancer: Balancer, model: nn.Module, config: RunConfig, world: 
     """Have the balancer measure the blocks of an engine's model. All ranks must call this."""
     if not balancer.is_auto:
         return
-    if config.training.torch_compile:
-        log.info("balance stays fixed during training: hooks would break torch.compile's graphs")
-        return
     blocks = [module for module in model.modules() if isinstance(module, balancer.block_types)]
     without = [rank for rank, found in enumerate(world.gather(bool(blocks))) if not found]
     if without:

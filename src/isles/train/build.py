@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,7 @@ from isles.run.paths import RunDir
 from isles.run.upload import Uploader
 from isles.strategies.base import Engine
 from isles.train.balance import make_balancer, watch_speed
+from isles.train.compile import compile_blocks, resolve_compile
 from isles.train.data import make_data
 from isles.train.length import run_length
 from isles.train.metrics import StepMeter
@@ -53,7 +55,6 @@ from isles.train.strategy import (
     check_blocks,
     check_devices,
     check_is_read_whole,
-    compile_model,
     is_sharded,
     make_engine,
     resolve_mesh,
@@ -85,6 +86,12 @@ def build(
     data = make_data(config, run_dir, world, recorder, resume_from, disks)
     tokenizer, training, validation = data
     total_steps, epochs = run_length(resolved, training, resume_from, recorder.note)
+    config = resolve_compile(config, world, total_steps)
+    resolved = replace(resolved, config=config)
+    if config.training.torch_compile is True:
+        for dataset in (training, validation):
+            if dataset is not None:
+                dataset.pad_to_length()
     recorder.phase("building model")
     base = agree_on_base(config, world, resume_from)
     strategy, mesh, balancer, engine, model_size = _make_engine(
@@ -243,8 +250,9 @@ def _make_model(
         disable_dropout(model)
     set_gradient_checkpointing(model, config.training.gradient_checkpointing)
     use_attention(model, strategy, mesh, world.device, config.training)
-    if config.training.torch_compile:
-        compile_model(model, strategy)
+    if config.training.torch_compile is True:
+        names = getattr(strategy, "transformer_layer_cls_to_wrap", ())
+        compile_blocks(model, names)
     log.info(
         "model=%s parameters=%d trained=%d ranks=%d threads=%d",
         config.model.name_or_path,

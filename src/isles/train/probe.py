@@ -14,7 +14,7 @@ from isles.config.layout import Strategy
 from isles.config.memory import step_memory
 from isles.config.sections.data import isolates_any
 from isles.config.sections.run import RunConfig
-from isles.dist.batch import COMPUTE_DTYPE, MIXED_DTYPE, Batch, cu_seqlens
+from isles.dist.batch import COMPUTE_DTYPE, Batch, cu_seqlens
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
 from isles.models.adapter import frozen_dtype
@@ -22,6 +22,7 @@ from isles.models.attention import use_maskless_attention
 from isles.models.build import build_probe
 from isles.models.recompute import set_gradient_checkpointing
 from isles.run.limits import memory
+from isles.strategies.mixed_precision import MixedPrecision
 from isles.strategies.objective import CausalLM
 from isles.strategies.sequence import whole
 from isles.train.model import architecture_of, weights_dtype
@@ -86,16 +87,15 @@ def measure_curve(
             probe,
             device=device,
             dtype=COMPUTE_DTYPE.get(training.precision),
-            is_compiled=training.torch_compile,
+            is_compiled=training.torch_compile is True,
         )
-        return WithLoss(probe, config)
+        return Training(probe, config, device)
 
     probe = Probe(
         make=make,
         layers=int(text.num_hidden_layers),
         vocab_size=int(text.vocab_size),
         seq_length=max(1, config.data.seq_length // layout.cp),
-        autocast=MIXED_DTYPE.get(training.precision),
         device=device,
         share=1 / (layout.tp * layout.pp),
         world=world if is_cpu else None,
@@ -139,19 +139,20 @@ def standing_bytes(model: nn.Module, config: RunConfig, strategy: Strategy, mesh
     return step_memory(architecture_of(model), config, strategy, mesh.layout, rows=1).standing
 
 
-class WithLoss(nn.Module):
-    """A model with the loss that its engine will compute. A sample has as many rows as in training,
-    and documents in a row are kept apart if the data does so."""
+class Training(nn.Module):
+    """A model that its engine will train. A sample has as many rows as in training, and documents
+    in a row are kept apart if the data does so."""
 
-    def __init__(self, model: nn.Module, config: RunConfig) -> None:
+    def __init__(self, model: nn.Module, config: RunConfig, device: torch.device) -> None:
         super().__init__()
+        self._precision = MixedPrecision(model, config.training.precision, device)
         self._model = model
         self._objective = CausalLM(model)
         self._rows_per_sample = 2 if config.training.method == "dpo" else 1
         self._isolates = isolates_any(config.data)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """The summed loss with each token as its own target."""
+    def forward(self, tokens_BT: Tensor) -> None:
+        """A forward and a backward pass with each token as its own target."""
         rows_BT = tokens_BT.repeat(self._rows_per_sample, 1)
         batch = Batch(rows_BT, rows_BT, ())
         if self._isolates:
@@ -162,4 +163,7 @@ class WithLoss(nn.Module):
             batch = replace(
                 batch, position_ids_BT=positions_BT, cu_seqlens_N=cu_seqlens(positions_BT)
             )
-        return self._objective.loss_sum(self._model, whole(batch, self._model))
+        with self._precision.micro_batch():
+            with self._precision.forward():
+                loss = self._objective.loss_sum(self._model, whole(batch, self._model))
+            loss.backward()  # type: ignore[no-untyped-call]

@@ -181,7 +181,7 @@ def needs_fixed_length(config: RunConfig) -> bool:
     """
     strategy = config.strategy
     cut = isinstance(strategy, MeshSection) and max(strategy.cp_size, strategy.pp_size) > 1
-    return config.training.torch_compile or cut
+    return config.training.torch_compile is True or cut
 
 
 def holds_whole_model(strategy: Strategy) -> bool:
@@ -330,20 +330,6 @@ def check_is_read_whole(model: Any, strategy: Strategy, world: World) -> None:
         )
 
 
-def compile_model(model: nn.Module, strategy: Strategy) -> None:
-    """Compile the model in place, block by block if parameters are gathered between blocks."""
-    if not is_sharded(strategy):
-        model.compile()
-        return
-    from isles.strategies.fsdp import find_blocks
-
-    names: tuple[str, ...] = ()
-    if isinstance(strategy, FSDPStrategyConfig):
-        names = strategy.transformer_layer_cls_to_wrap
-    for block in find_blocks(model, names):
-        block.compile()
-
-
 def use_attention(
     model: nn.Module,
     strategy: Strategy,
@@ -357,7 +343,7 @@ def use_attention(
             model,
             device=device,
             dtype=COMPUTE_DTYPE.get(training.precision),
-            is_compiled=training.torch_compile,
+            is_compiled=training.torch_compile is True,
         )
         return
     from isles.strategies.sequence import use_context_parallel_attention

@@ -123,7 +123,7 @@ def _train(
     recorder.phase("training")
     with watching(
         parts.meter.clock,
-        resolved.config,
+        parts.config,
         attempt,
         env,
         world,

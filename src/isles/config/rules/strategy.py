@@ -70,11 +70,11 @@ def _pipeline(config: RunConfig, strategy: MeshSection) -> Iterator[Issue]:
     training, size = config.training, strategy.pp_size
     if size == 1:
         return
-    if training.torch_compile:
+    if training.torch_compile is True:
         yield Issue(
             ("training.torch_compile", "strategy.pp_size"),
             f"torch_compile does not work with pp_size {size}",
-            "set torch_compile: false, or pp_size: 1",
+            "set torch_compile: auto, or pp_size: 1",
         )
     if strategy.pp_schedule == "zbv" and training.gradient_checkpointing == "selective":
         yield Issue(

@@ -21,7 +21,8 @@ class Holding:
         weights, gradients, state: number of ranks that each is sharded over.
         gathers: sharded weights that a step gathers: `nothing`, `modules` (one at a time), `blocks`
             (two at a time), `all` (from the forward to the backward pass), or `backward` (from the
-            first backward pass on).
+            first backward pass on); `copies`: no weights are sharded, but 16-bit copies of all
+            fp32 weights exist in both passes.
         casts_whole: 16-bit weights are a whole copy of the fp32 weights, not made by autocast.
         keeps_gradients: gradients have memory before the first backward pass (DDP's buckets).
         second_copy: fp32 weights in addition to 16-bit weights (DeepSpeed), sharded as the state.
@@ -43,7 +44,7 @@ class Holding:
     weights: int = 1
     gradients: int = 1
     state: int = 1
-    gathers: Literal["nothing", "modules", "blocks", "backward", "all"] = "nothing"
+    gathers: Literal["nothing", "copies", "modules", "blocks", "backward", "all"] = "nothing"
     casts_whole: bool = False
     keeps_gradients: bool = False
     second_copy: bool = False

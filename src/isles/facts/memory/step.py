@@ -449,6 +449,11 @@ class _Stage:
         setting, holding, count = self._setting, self._holding, self._count
         if holding.gathers == "nothing":
             return _Gathered(0.0, 0.0, 0.0)
+        if holding.gathers == "copies":
+            copies = self._trained * setting.compute_width
+            # The gradients of a group of weights are cast to fp32 together.
+            block = self._block_trained * (setting.compute_width + FP32)
+            return _Gathered(copies, copies + block, copies + block)
         width = setting.compute_width if holding.casts_whole else setting.trained_width
         cut = holding.tensor if holding.cuts_ends else 1
         embedding = count.embedding.params / cut if self._has_embedding else 0.0

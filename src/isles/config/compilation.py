@@ -1,0 +1,49 @@
+"""`training.torch_compile: auto`: on if compiling pays for its start."""
+
+from __future__ import annotations
+
+from isles.config.sections.run import RunConfig
+from isles.config.sections.strategy import DeepSpeedStrategyConfig, MeshSection
+
+COMPILES_FROM = (8, 0)
+"""Compute capability of the oldest GPUs on which `auto` compiles: bf16 and Triton's tensor cores."""
+
+_LEAST_STEPS = 300
+"""Steps of the shortest run that `auto` compiles. The start takes up to a minute longer."""
+
+
+def compiles(
+    config: RunConfig, capability: tuple[int, int] | None, steps: int | None = None
+) -> bool:
+    """True if the blocks of this run's model are compiled.
+
+    `auto` compiles if the rows of a batch have one length anyway, because each new length would be
+    compiled again.
+
+    Args:
+        capability: compute capability of the oldest GPU of all ranks; None: not all have an NVIDIA
+            GPU.
+        steps: length of the run; None: unknown, as it is given as a time.
+    """
+    wanted = config.training.torch_compile
+    if wanted != "auto":
+        return wanted
+    if capability is None or capability < COMPILES_FROM:
+        return False
+    if steps is not None and steps < _LEAST_STEPS:
+        return False
+    return has_one_length(config) and _can_compile(config)
+
+
+def has_one_length(config: RunConfig) -> bool:
+    """True if every row of the data is filled: text, and other documents that are packed."""
+    sources = config.data.sources
+    return config.data.packing and all(source.type != "preference" for source in sources)
+
+
+def _can_compile(config: RunConfig) -> bool:
+    strategy = config.strategy
+    if isinstance(strategy, DeepSpeedStrategyConfig):
+        return False
+    is_cut = isinstance(strategy, MeshSection) and strategy.pp_size > 1
+    return not is_cut and config.adapter.type != "qlora"  # of bitsandbytes' own operations
