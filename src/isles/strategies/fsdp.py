@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -98,15 +99,16 @@ def shard_model(
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=MIXED_DTYPE.get(precision),
             reduce_dtype=torch.bfloat16 if config.reduce_dtype == "bf16" else torch.float32,
-            # Some models have rotary positions in fp32 by intention, as `MixedPrecision` has them.
-            cast_forward_inputs=False,
         ),
         "offload_policy": offload,
     }
     reshards = reduces_each_micro_step(config)  # the same choice of memory over speed
     blocks = find_blocks(model, config.transformer_layer_cls_to_wrap)
+    # Some models give their blocks fp32 on purpose, such as rotary positions.
+    as_given = replace(options["mp_policy"], cast_forward_inputs=False)
     for block in reversed(blocks):  # of nested blocks the inner one first
-        fully_shard(block, **options, reshard_after_forward=reshards)
+        own = options | {"mp_policy": as_given}
+        fully_shard(block, **own, reshard_after_forward=reshards)
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     for end in _ends(model):
         # The backward pass begins with the head, whose gradient is known already: to free its

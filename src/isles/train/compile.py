@@ -76,6 +76,7 @@ class _FallbackLine(logging.Filter):
             return True
         if not self._was_said:
             self._was_said = True
+            error = getattr(error, "inner_exception", error)
             why = next(iter(str(error).strip().splitlines()), type(error).__name__)
             log.warning("a block runs uncompiled, because torch.compile failed: %s", why)
         return False
