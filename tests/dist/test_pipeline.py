@@ -119,6 +119,7 @@ def test_a_model_with_code_of_its_own_is_not_cut_into_stages() -> None:
 @each(
     ("training.torch_compile=true", "torch_compile does not work with"),
     ("training.gradient_checkpointing=selective", "zbv needs recomputed activations twice"),
+    ("training.gradient_checkpointing=offload", "zbv needs recomputed activations twice"),
 )
 def test_what_a_pipeline_cannot_do_is_said_before_the_start(override, what, *, run_file):
     with pytest.raises(UserError, match=what):

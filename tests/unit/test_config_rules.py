@@ -40,6 +40,7 @@ PIPELINE = "strategy={kind: ddp, pp_size: 2}"
 RING = "strategy={kind: fsdp, pp_size: 2, cp_size: 2}"
 GPT2, WARMUP_9 = "tokenizer.name_or_path=gpt2", "training.warmup_steps=9"
 FLASH = "model.attn_implementation=flash_attention_2"
+OFFLOADED = ("training.torch_compile=true", "training.gradient_checkpointing=offload")
 LORA, QLORA = "adapter.type=lora", "adapter.type=qlora"
 TENSOR = "strategy={kind: ddp, tp_size: 2}"
 TARGETS, SAVED = "adapter.target_modules=[q_proj]", "adapter.modules_to_save=[q_proj]"
@@ -113,6 +114,7 @@ def check_refused(tmp_path: Path, source: str, what: str, fix: str, *given: str)
     # Of an optimizer, and of an adapter.
     ("by row", "fsdp", "strategy={kind: deepspeed}", "training.optimizer=adamw_8bit"),
     ("keeps fp32 weights", "bf16-true", "training.stochastic_rounding=true"),
+    ("does not work with gradient_checkpointing offload", ": auto", *OFFLOADED),
     ("freeze random weights", "init: pretrained", LORA, "model.init=scratch"),
     (f"r 8 {NOTHING} type none", "type: lora", "adapter.r=8"),
     (f"fp4 {NOTHING} type lora", "type: qlora", LORA, "adapter.bnb_4bit_quant_type=fp4"),

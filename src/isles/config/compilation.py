@@ -6,7 +6,7 @@ from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import DeepSpeedStrategyConfig, MeshSection
 
 COMPILES_FROM = (8, 0)
-"""Compute capability of the oldest GPUs on which `auto` compiles: bf16 and Triton's tensor cores."""
+"""Compute capability of the oldest GPUs on which `auto` compiles: those that compute in bf16."""
 
 _LEAST_STEPS = 300
 """Steps of the shortest run that `auto` compiles. The start takes up to a minute longer."""
@@ -46,4 +46,7 @@ def _can_compile(config: RunConfig) -> bool:
     if isinstance(strategy, DeepSpeedStrategyConfig):
         return False
     is_cut = isinstance(strategy, MeshSection) and strategy.pp_size > 1
-    return not is_cut and config.adapter.type != "qlora"  # of bitsandbytes' own operations
+    # 4-bit products and DoRA's norms would break each block into many graphs.
+    breaks = config.adapter.type == "qlora" or config.adapter.use_dora
+    moves = config.training.gradient_checkpointing == "offload"
+    return not (is_cut or breaks or moves)

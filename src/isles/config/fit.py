@@ -6,7 +6,7 @@ MEMORY_OPTIONS = {
     "micro_batch_size: auto": "training.micro_batch_size: auto",
     "precision: bf16-mixed": "training.precision: bf16-mixed",
     "optimizer: adamw_8bit": "training.optimizer: adamw_8bit",
-    "gradient_checkpointing": "training.gradient_checkpointing: selective, then full",
+    "gradient_checkpointing": "training.gradient_checkpointing: selective, then full, then offload",
     "strategy: {kind: fsdp}": "strategy: {kind: fsdp} over more GPUs",
     "adapter: {type: lora}": "adapter: {type: lora}",
     "adapter: {type: qlora}": "adapter: {type: qlora}",

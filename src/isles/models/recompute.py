@@ -5,20 +5,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from isles.errors import UserError
 
 
 def set_gradient_checkpointing(model: nn.Module, kind: str) -> None:
-    """Recompute activations in the backward pass: `none`, `full`, or `selective`.
+    """Recompute activations in the backward pass: `none`, `full`, `selective` or `offload`.
 
     Selective keeps the results of attention, of every second matrix product and of grouped
-    products, and recomputes the rest.
+    products, and recomputes the rest. Full keeps only the inputs of blocks, and offload keeps them
+    in main memory.
 
     Raises:
         UserError: the model does not support it.
@@ -44,6 +46,81 @@ def set_gradient_checkpointing(model: nn.Module, kind: str) -> None:
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     enable: Any = next(getattr(model, name) for name in names if hasattr(model, name))
     enable(options)
+    if kind == "offload":
+        for module in model.modules():
+            if hasattr(module, "_gradient_checkpointing_func"):
+                module._gradient_checkpointing_func = checkpoint_offloaded
+
+
+def checkpoint_offloaded(function: Callable[..., Any], *args: Any) -> Any:
+    """`torch.utils.checkpoint.checkpoint`, which keeps the block's input in main memory.
+
+    Args:
+        function: a block, with all its other arguments bound.
+        args: of the block; the first floating-point tensor is kept in main memory.
+    """
+    place = next((n for n, x in enumerate(args) if _is_activation(x)), None)
+    if place is None:
+        return checkpoint(function, *args, use_reentrant=False)
+    kept = _Kept(args[place])
+    ticket = _Leave.apply(args[place], kept)  # type: ignore[no-untyped-call]
+
+    def run(ticket: Tensor, *others: Any) -> Any:
+        again = _Return.apply(ticket, kept)  # type: ignore[no-untyped-call]
+        return function(*others[:place], again, *others[place:])
+
+    # The checkpoint itself would hold what it is given, so it is given a ticket.
+    others = args[:place] + args[place + 1 :]
+    return checkpoint(run, ticket, *others, use_reentrant=False)
+
+
+def _is_activation(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1
+
+
+class _Kept:
+    # The input of a block: on its device until it is first taken, then in main memory. The copies
+    # are in the order of the device's stream, so that nobody waits for them.
+
+    def __init__(self, value: Tensor) -> None:
+        self._device = value.device
+        self._value: Tensor | None = value.detach()
+        self._host = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+        self._host.copy_(value.detach(), non_blocking=True)
+        self.gradient: Tensor | None = None
+
+    def take(self) -> Tensor:
+        value, self._value = self._value, None
+        return self._host.to(self._device, non_blocking=True) if value is None else value
+
+
+class _Leave(torch.autograd.Function):
+    # From a block's input to a ticket, which carries no numbers.
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, kept: _Kept) -> Tensor:
+        ctx.kept = kept
+        return value.new_zeros(1)
+
+    @staticmethod
+    def backward(ctx: Any, _ticket: Tensor) -> tuple[Tensor | None, None]:
+        gradient, ctx.kept.gradient = ctx.kept.gradient, None
+        return gradient, None
+
+
+class _Return(torch.autograd.Function):
+    # From the ticket to the block's input.
+
+    @staticmethod
+    def forward(ctx: Any, ticket: Tensor, kept: _Kept) -> Tensor:
+        ctx.kept = kept
+        ctx.save_for_backward(ticket)
+        return kept.take()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.kept.gradient = gradient
+        return torch.zeros_like(ctx.saved_tensors[0]), None
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Mixed precision of a model that a rank holds whole: 16-bit weights compute, fp32 weights learn."""
+"""Mixed precision of a whole model: 16-bit weights compute, fp32 weights learn."""
 
 from __future__ import annotations
 

@@ -141,8 +141,8 @@ def fsdp_json(loaded: Loaded) -> tuple[Json, list[str]]:
         notes.append("training.precision bf16-mixed is TrainingArguments(bf16=True)")
     if config.training.precision == "fp16-mixed":
         notes.append("training.precision fp16-mixed is TrainingArguments(fp16=True)")
-    if config.training.gradient_checkpointing == "selective":
-        notes.append("gradient_checkpointing selective becomes full, the only kind of the Trainer")
+    if (kind := config.training.gradient_checkpointing) in ("selective", "offload"):
+        notes.append(f"gradient_checkpointing {kind} becomes full, the only kind of the Trainer")
     if strategy.forward_prefetch or strategy.backward_prefetch:
         notes.append("isles omits prefetching, as the FSDP2 settings have no key for it")
     return data, notes

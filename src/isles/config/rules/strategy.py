@@ -76,11 +76,12 @@ def _pipeline(config: RunConfig, strategy: MeshSection) -> Iterator[Issue]:
             f"torch_compile does not work with pp_size {size}",
             "set torch_compile: auto, or pp_size: 1",
         )
-    if strategy.pp_schedule == "zbv" and training.gradient_checkpointing == "selective":
+    kept = training.gradient_checkpointing
+    if strategy.pp_schedule == "zbv" and kept in ("selective", "offload"):
         yield Issue(
             ("training.gradient_checkpointing", "strategy.pp_schedule"),
             "pp_schedule zbv needs recomputed activations twice, and gradient_checkpointing "
-            "selective keeps them for one use",
+            f"{kept} keeps them for one use",
             "use gradient_checkpointing: full or none, or another pp_schedule",
         )
     if training.precision == "fp16-mixed":

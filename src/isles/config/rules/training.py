@@ -18,6 +18,7 @@ def training_rules(config: RunConfig) -> Iterator[Issue]:
     yield from schedule_rules(config.training, config.training.max_steps)
     yield from _batch(config.training)
     yield from _optimizer(config)
+    yield from _compile(config.training)
     yield from _dpo(config)
     yield from _trackers(config)
     checkpoint = config.checkpoint
@@ -144,6 +145,15 @@ def _optimizer(config: RunConfig) -> Iterator[Issue]:
             ("training.optimizer", "strategy.kind"),
             "adamw_8bit encodes matrices by row, and deepspeed shards them into flat pieces",
             "use strategy: {kind: fsdp}, or optimizer: adamw with strategy.offload_optimizer: cpu",
+        )
+
+
+def _compile(training: TrainingConfig) -> Iterator[Issue]:
+    if training.torch_compile is True and training.gradient_checkpointing == "offload":
+        yield Issue(
+            ("training.torch_compile", "training.gradient_checkpointing"),
+            "torch_compile does not work with gradient_checkpointing offload",
+            "set torch_compile: auto, or gradient_checkpointing: full",
         )
 
 

@@ -110,15 +110,16 @@ class TrainingConfig(Section):
     """With bf16-true, and adamw or adamw_8bit: round updated weights at random, so that small
     updates have an effect on average. Needs `pip install 'isles[torchao]'`."""
 
-    gradient_checkpointing: Literal["none", "full", "selective"] = "none"
+    gradient_checkpointing: Literal["none", "full", "selective", "offload"] = "none"
     """Recompute activations in the backward pass to save memory. selective keeps the results of
-    attention and of every second matrix product."""
+    attention and of every second matrix product. full keeps only the input of each block. offload
+    keeps these inputs in main memory, for long rows."""
 
     torch_compile: Literal["auto"] | bool = "auto"
     """Compile the model's blocks with torch.compile, for a slower start and faster steps. auto
     compiles on NVIDIA GPUs from compute capability 8.0 on, if all rows have one length (packed
-    data) and the run has at least 300 steps; never with pp_size above 1, deepspeed or qlora. true
-    also pads each row to seq_length."""
+    data) and the run has at least 300 steps; never with pp_size above 1, deepspeed, qlora or DoRA.
+    true also pads each row to seq_length."""
 
     logging_steps: PositiveInt = 10
     """Steps between two records of loss, speed and memory."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 from isles.facts.memory.forward import FP32
 
-Checkpointing = Literal["none", "selective", "full"]
+Checkpointing = Literal["none", "selective", "full", "offload"]
 
 _USABLE = 0.85
 """Share of a rank's memory that a plan may use. The rest is for libraries and fragmentation."""

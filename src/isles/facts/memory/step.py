@@ -300,6 +300,8 @@ class _Stage:
             found += self._weights_held() + self._trained * setting.trained_width / holding.weights
         if holding.offloads_state:
             found += self._state_held()
+        if setting.checkpointing == "offload":
+            found += self._passes * self._layers * self._count.hidden.size_bytes / holding.stages
         return found
 
     def saved(self) -> float:
@@ -355,6 +357,10 @@ class _Stage:
                 kept, recomputed, first = self._layers * whole, 0.0, whole
             case "full":
                 kept, recomputed, first = self._layers * stream, again, stream + again
+            case "offload":
+                # The input of one block at a time is on the device.
+                kept, recomputed, first = 0.0, stream + again, stream + again
+                high += stream
             case "selective":
                 products = count.block.product_bytes
                 kept = self._layers * (stream + products)
