@@ -57,7 +57,8 @@ from isles.config.sections.strategy import (
 from isles.dist.batch import VARLEN, Batch
 from isles.dist.mesh import Mesh, make_mesh
 from isles.dist.world import World
-from isles.facts.memory.step import StepMemory, memory_of
+from isles.facts.memory.result import StepMemory
+from isles.facts.memory.step import memory_of
 from isles.models.adapter import add_adapter, frozen_dtype
 from isles.models.recompute import set_gradient_checkpointing
 from isles.strategies.sequence import use_context_parallel_attention

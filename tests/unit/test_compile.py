@@ -22,7 +22,7 @@ from isles.models.recompute import set_gradient_checkpointing
 from isles.strategies.fsdp import find_blocks
 from isles.strategies.head import LossHead
 from isles.strategies.mixed_precision import MixedPrecision
-from isles.train.compile import compile_blocks, resolve_compile
+from isles.train.compiled import compile_blocks, resolve_compile
 from tests.each import each
 from tests.small_models import small_model
 
@@ -57,7 +57,7 @@ def test_the_oldest_gpu_decides_for_all_ranks(capabilities, *, run_file, monkeyp
     world: Any = SimpleNamespace(
         device=device, world_size=2, gather=lambda own: [own, capabilities[1]]
     )
-    found = resolve_compile(config, world, 1000).training.torch_compile
+    found = resolve_compile(config, world, 1000, ()).training.torch_compile
     assert found is (capabilities[1] == (8, 6))
 
 

@@ -53,7 +53,7 @@ def places(tmp_path: Path, text: str, *overrides: str) -> list[str]:
     (END, "  bf16: true", "training.bf16", "from HF Trainer", "precision"),
     (END, "  precision: bf16", "training.precision", '"bf16"', "bf16-mixed?"),
     (END, "  eval_steps: inf", "training.eval_steps", '"inf"', "null"),
-    (END, "  torch_compile: yes", "training.torch_compile", '"yes"', ": true"),
+    (END, "  torch_compile: yes", "training.torch_compile", '"yes"', "use true"),
     (END, "  global_batch_size:", "training.global_batch_size", "empty (null)", "default"),
     # Above the first one.
     (0, "name: my run", "name", '"my run"', "such as my-run"),

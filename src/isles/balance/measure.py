@@ -240,12 +240,12 @@ class ComputeMeter:
         self._pairs: list[tuple[Any, Any]] = []
         self._since: Any = None
         self._step = -_WARMUP
+        disable: Any = torch.compiler.disable  # torch leaves it untyped
         for module in modules:
             # Run after the strategy's hooks before the block, and before its hooks after the block.
             # A compiled module calls them as they are, before and after its graph.
-            begin, end = (torch.compiler.disable(hook) for hook in (self._begin, self._end))
-            module.register_forward_pre_hook(begin)
-            module.register_forward_hook(end, prepend=True)
+            module.register_forward_pre_hook(disable(self._begin))
+            module.register_forward_hook(disable(self._end), prepend=True)
 
     def step_done(self, *, counts: bool = True) -> None:
         """End a step. `counts`: whether the step had all its rows."""

@@ -6,7 +6,7 @@ from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import DeepSpeedStrategyConfig, MeshSection
 
 COMPILES_FROM = (8, 0)
-"""Compute capability of the oldest GPUs on which `auto` compiles: those that compute in bf16."""
+"""`auto` compiles from this compute capability on, as older GPUs do not compute in bf16."""
 
 _LEAST_STEPS = 300
 """Steps of the shortest run that `auto` compiles. The start takes up to a minute longer."""

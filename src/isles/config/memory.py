@@ -21,8 +21,9 @@ from isles.config.sections.strategy import (
 )
 from isles.errors import UserError
 from isles.facts.memory.architecture import Architecture, UnknownShapeError
+from isles.facts.memory.result import StepMemory
 from isles.facts.memory.setting import Holding, MemorySettings, state_bytes
-from isles.facts.memory.step import Count, StepMemory, memory_of
+from isles.facts.memory.step import Count, memory_of
 
 _NF4_BITS = 4.5
 """Bits of a 4-bit number, with an fp32 constant for every 64 numbers."""

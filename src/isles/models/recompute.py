@@ -47,9 +47,10 @@ def set_gradient_checkpointing(model: nn.Module, kind: str) -> None:
     enable: Any = next(getattr(model, name) for name in names if hasattr(model, name))
     enable(options)
     if kind == "offload":
-        for module in model.modules():
-            if hasattr(module, "_gradient_checkpointing_func"):
-                module._gradient_checkpointing_func = checkpoint_offloaded
+        block: Any
+        for block in model.modules():
+            if hasattr(block, "_gradient_checkpointing_func"):
+                block._gradient_checkpointing_func = checkpoint_offloaded
 
 
 def checkpoint_offloaded(function: Callable[..., Any], *args: Any) -> Any:

@@ -12,7 +12,7 @@ from isles.config.load import Loaded
 from isles.config.memory import checkpoint_sizes
 from isles.config.sections.run import RunConfig
 from isles.errors import ConfigError, UserError
-from isles.facts.memory.step import PhaseMemory
+from isles.facts.memory.result import PhaseMemory
 from isles.plan.links import OuterPlan, outer_plan
 from isles.plan.machines import Link, Machines, summary
 from isles.plan.measured import Measured, find_measured
@@ -243,7 +243,7 @@ def _gains(job: Job, step_s: float) -> list[tuple[str, float]]:
     is_cuda = all(device.is_cuda for device in job.machines.devices)
     if training.precision == "32-true" and is_cuda:
         changes["bf16-mixed"] = {"training.precision": "bf16-mixed"}
-    if not training.torch_compile:
+    if training.torch_compile is False:
         changes["torch_compile"] = {"training.torch_compile": True}
     for name, values in changes.items():
         other = _seconds(outcome(job, with_values(job.config, values)))

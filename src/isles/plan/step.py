@@ -20,8 +20,9 @@ from isles.config.sections.strategy import AutoStrategy, DDPStrategyConfig
 from isles.errors import ConfigError
 from isles.facts.gpus import BF16_FIX
 from isles.facts.memory.architecture import Architecture
+from isles.facts.memory.result import StepMemory
 from isles.facts.memory.setting import usable_bytes
-from isles.facts.memory.step import Count, StepMemory
+from isles.facts.memory.step import Count
 from isles.plan.machines import Device, Machines
 from isles.plan.roofline import communication, optimizer_seconds, work_of
 
@@ -242,7 +243,7 @@ class _Step:
 
     def outcome(self) -> Outcome:
         unit = self._count(1, 2)
-        work = work_of(unit, self._layout, is_compiled=self._config.training.torch_compile)
+        work = work_of(unit, self._layout, is_compiled=self._config.training.torch_compile is True)
         row_s = [work.seconds(device, is_narrow=self._is_narrow) for device in self._devices]
         rows = self._rows(row_s)
         micro = [self._micro_batch(rank, own) for rank, own in enumerate(rows)]
@@ -359,7 +360,7 @@ class _Step:
         return low
 
     def _busy_s(self, rank: int, rows: int, micro: int) -> float | None:
-        device, compiled = self._devices[rank], self._config.training.torch_compile
+        device, compiled = self._devices[rank], self._config.training.torch_compile is True
         whole, rest = divmod(rows, micro)
         total = 0.0
         for size, times in ((micro, whole), (rest, 1)):
@@ -376,7 +377,7 @@ class _Step:
         slowest = max(busy)
         mean = sum(busy) / len(busy)
         count = self._count(max(micro), steps)
-        work = work_of(count, layout, is_compiled=self._config.training.torch_compile)
+        work = work_of(count, layout, is_compiled=self._config.training.torch_compile is True)
         sent = communication(self._config, self._strategy, layout, self._job.machines, count, steps)
         backward = 1.0 - work.forward_share
         optimizer = max(optimizer_seconds(count, device, layout) for device in self._devices)

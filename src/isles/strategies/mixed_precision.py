@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -97,11 +97,11 @@ class _Copy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         wanted = zip(gradients, ctx.needs_input_grad[1:], strict=True)
         given = [gradient if needed else None for gradient, needed in wanted]
-        cast = iter(_cast([x for x in given if x is not None], torch.float32))
+        cast = iter(_cast(tuple(x for x in given if x is not None), torch.float32))
         return None, *(None if gradient is None else next(cast) for gradient in given)
 
 
-def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _cast(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
     made = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
     if made:
         torch._foreach_copy_(made, tensors)

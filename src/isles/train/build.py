@@ -32,7 +32,7 @@ from isles.run.paths import RunDir
 from isles.run.upload import Uploader
 from isles.strategies.base import Engine
 from isles.train.balance import make_balancer, watch_speed
-from isles.train.compile import compile_blocks, resolve_compile
+from isles.train.compiled import compile_blocks, resolve_compile
 from isles.train.data import make_data
 from isles.train.length import run_length
 from isles.train.metrics import StepMeter
@@ -86,19 +86,13 @@ def build(
     data = make_data(config, run_dir, world, recorder, resume_from, disks)
     tokenizer, training, validation = data
     total_steps, epochs = run_length(resolved, training, resume_from, recorder.note)
-    config = resolve_compile(config, world, total_steps)
+    config = resolve_compile(config, world, total_steps, (training, validation))
     resolved = replace(resolved, config=config)
-    if config.training.torch_compile is True:
-        for dataset in (training, validation):
-            if dataset is not None:
-                dataset.pad_to_length()
     recorder.phase("building model")
     base = agree_on_base(config, world, resume_from)
     strategy, mesh, balancer, engine, model_size = _make_engine(
         config, run_dir, world, recorder, tokenizer, resume_from
     )
-    if world.is_main:
-        keep_base(config, run_dir)
     if resume_from is None and world.is_main:
         _note(recorder, config, engine, tokenizer, training)
     if config.training.method == "dpo":
@@ -227,6 +221,8 @@ def _make_engine(
     fill = functools.partial(fill_model, config=config.model, seed=config.seed)
     engine = make_engine(strategy, model, fill, optimizers, mesh, world, config)
     watch_speed(balancer, engine.model, config, world)
+    if world.is_main:
+        keep_base(config, run_dir)
     return strategy, mesh, balancer, engine, size
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from isles.facts.memory.architecture import Architecture
 from isles.facts.memory.forward import FP32, Adapter, Forward, Value
+from isles.facts.memory.result import PhaseMemory, StepMemory
 from isles.facts.memory.setting import Holding, MemorySettings, state_bytes
 
 _CHUNK_LOGITS = 2**25
@@ -38,60 +39,6 @@ def chunk_tokens(vocab: int, device_bytes: int) -> int:
     tokens = logits // vocab
     whole = tokens // _LEAST_CHUNK * _LEAST_CHUNK  # kernels compute tiles of 128 rows
     return min(_MOST_CHUNK, max(_LEAST_CHUNK, whole if device_bytes else tokens))
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseMemory:
-    """Bytes on the device in one phase of a step, by cause."""
-
-    name: str
-    weights: float
-    optimizer: float
-    gradients: float
-    gathered: float = 0.0
-    activations: float = 0.0
-    logits: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return sum(self.by_cause().values())
-
-    def by_cause(self) -> dict[str, float]:
-        """Bytes by cause, in the order of tables."""
-        return {
-            "weights": self.weights,
-            "gradients": self.gradients,
-            "optimizer": self.optimizer,
-            "activations": self.activations,
-            "logits": self.logits,
-            "gathered": self.gathered,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class StepMemory:
-    """Memory of a rank: on the device in each phase of a step, and in main memory.
-
-    Args:
-        moments: phases in their order.
-        host: bytes in main memory for offloaded tensors.
-        saved: bytes in main memory of the copy for a checkpoint that is written while training
-            continues.
-    """
-
-    moments: tuple[PhaseMemory, ...]
-    host: float = 0.0
-    saved: float = 0.0
-
-    @property
-    def peak(self) -> PhaseMemory:
-        """The phase with the most memory."""
-        return max(self.moments, key=lambda moment: moment.total)
-
-    @property
-    def standing(self) -> float:
-        """Peak of bytes without activations and logits."""
-        return max(moment.total - moment.activations - moment.logits for moment in self.moments)
 
 
 def memory_of(model: Architecture, setting: MemorySettings, holding: Holding) -> StepMemory:
@@ -352,6 +299,7 @@ class _Stage:
             gradients += count.model.widest_matrix / self._holding.tensor * setting.compute_width
         high = count.block.high_bytes - (whole - again)
         kept_input = setting.checkpointing != "none" or count.keeps_input
+        kept: float
         match setting.checkpointing:
             case "none":
                 kept, recomputed, first = self._layers * whole, 0.0, whole

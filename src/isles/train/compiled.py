@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from isles.config.compilation import compiles
 from isles.config.sections.run import RunConfig
+from isles.data.mix import Dataset
 from isles.dist.world import World
 from isles.errors import UserError
 from isles.strategies.fsdp import find_blocks
@@ -17,13 +19,16 @@ from isles.strategies.fsdp import find_blocks
 log = logging.getLogger(__name__)
 
 
-def resolve_compile(config: RunConfig, world: World, steps: int | None) -> RunConfig:
+def resolve_compile(
+    config: RunConfig, world: World, steps: int | None, datasets: Sequence[Dataset | None]
+) -> RunConfig:
     """The run with `training.torch_compile` true or false. All ranks must call this.
 
     The oldest GPU decides for all ranks.
 
     Args:
         steps: length of the run; None: unknown.
+        datasets: if blocks are compiled, they will have rows of one length.
     """
     own = None
     if world.device.type == "cuda" and torch.version.hip is None:
@@ -33,6 +38,9 @@ def resolve_compile(config: RunConfig, world: World, steps: int | None) -> RunCo
     is_compiled = compiles(config, oldest, steps)
     if is_compiled and config.training.torch_compile == "auto":
         log.info("torch_compile=true, chosen by auto: the blocks are compiled in the first steps")
+    for dataset in datasets if is_compiled else ():
+        if dataset is not None:
+            dataset.pad_to_length()
     training = config.training.model_copy(update={"torch_compile": is_compiled})
     return config.model_copy(update={"training": training})
 
