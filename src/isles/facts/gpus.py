@@ -82,11 +82,30 @@ def _geforce(
     return _gpu(name, tflops, memory_gb, bandwidth, watts, source, fp32=tflops / 2)
 
 
+def _turing(
+    name: str, sms: int, boost_ghz: float, memory_gb: int, bandwidth: float, watts: float
+) -> Gpu:
+    # As newer GeForce cards, but in fp32 a quarter of the rate in fp16.
+    tflops = sms * boost_ghz * 0.512
+    source = f"NVIDIA's product page (SMs, boost clock); {_TURING} (fp16 FLOPs per clock)"
+    fp32 = tflops / 4
+    return _gpu(name, tflops, memory_gb, bandwidth, watts, source, fp32=fp32, has_bf16=False)
+
+
 def _laptop(
     name: str, sms: int, boost_ghz: float, memory_gb: int, bandwidth: float, watts: float
 ) -> Gpu:
-    # The name that nvidia-smi prints. Boost clock and watts are the highest for laptops.
+    # The name that nvidia-smi prints. Boost clock and watts are the highest for laptops: with a
+    # lower power limit, which each laptop sets itself, the card is slower.
     return _geforce(f"RTX {name} Laptop GPU", sms, boost_ghz, memory_gb, bandwidth, watts)
+
+
+def _workstation_laptop(
+    name: str, fp32: float, memory_gb: int, bandwidth: float, watts: float
+) -> Gpu:
+    # Their tensor cores make four FLOPs in bf16 for one in fp32. Figures are for the most watts.
+    source = "NVIDIA's list of RTX GPUs for mobile workstations (fp32 at the highest power)"
+    return _gpu(f"RTX {name} Laptop GPU", 4 * fp32, memory_gb, bandwidth, watts, source, fp32=fp32)
 
 
 _BLACKWELL_HGX = "NVIDIA HGX B200 datasheet (half of the sparse figure)"
@@ -94,6 +113,7 @@ _BLACKWELL = "NVIDIA RTX Blackwell GPU architecture whitepaper v1.1, appendices 
 _HOPPER = "NVIDIA H100/H200 datasheets"
 _ADA = "NVIDIA Ada GPU architecture whitepaper v2, appendix A (FP16 tensor, FP32 accumulate)"
 _AMPERE = "NVIDIA Ampere GA102 whitepaper v2, table 2/appendix A (BF16 tensor, FP32 accumulate)"
+_TURING = "NVIDIA Turing GPU architecture whitepaper, appendix A (FP16 tensor, FP32 accumulate)"
 _A100 = "NVIDIA A100 datasheet"
 _V100 = "NVIDIA V100 datasheet (fp16)"
 _AMD = "AMD Instinct data sheets (dense)"
@@ -152,20 +172,53 @@ GPUS: tuple[Gpu, ...] = (
     _gpu("RTX 3070", 40.6, 8, 448, 220, _AMPERE, fp32=20.3),
     _geforce("RTX 3060 Ti", 38, 1.665, 8, 448, 200),
     _geforce("RTX 3060", 28, 1.777, 12, 360, 170),
+    _geforce("RTX 3050", 20, 1.777, 8, 224, 130),
+    _gpu("TITAN RTX", 130.5, 24, 672, 280, f"{_TURING} (fp16)", fp32=16.3, has_bf16=False),
+    _turing("RTX 2080 Ti", 68, 1.545, 11, 616, 250),
+    _turing("RTX 2080 SUPER", 48, 1.815, 8, 496, 250),
+    _turing("RTX 2080", 46, 1.71, 8, 448, 215),
+    _turing("RTX 2070 SUPER", 40, 1.77, 8, 448, 215),
+    _turing("RTX 2070", 36, 1.62, 8, 448, 175),
+    _turing("RTX 2060 SUPER", 34, 1.65, 8, 448, 175),
+    _turing("RTX 2060", 30, 1.68, 6, 336, 160),
+    # Laptop cards of this series without Max-Q have the names of the desktop cards.
+    _turing("RTX 2080 Super with Max-Q Design", 48, 1.23, 8, 352, 90),
+    _turing("RTX 2080 with Max-Q Design", 46, 1.23, 8, 384, 90),
+    _turing("RTX 2070 Super with Max-Q Design", 40, 1.155, 8, 352, 80),
+    _turing("RTX 2070 with Max-Q Design", 36, 1.305, 8, 384, 90),
+    _turing("RTX 2060 with Max-Q Design", 30, 1.185, 6, 264, 65),
     _laptop("5090", 82, 2.16, 24, 896, 150),
     _laptop("5080", 60, 2.287, 16, 896, 150),
     _laptop("5070 Ti", 46, 2.22, 12, 672, 115),
     _laptop("5070", 36, 2.347, 8, 384, 100),
     _laptop("5060", 26, 2.497, 8, 384, 100),
+    _laptop("5050", 20, 2.662, 8, 384, 100),
     _laptop("4090", 76, 2.04, 16, 576, 150),
     _laptop("4080", 58, 2.28, 12, 432, 150),
     _laptop("4070", 36, 2.175, 8, 256, 115),
     _laptop("4060", 24, 2.37, 8, 256, 115),
     _laptop("4050", 20, 2.37, 6, 192, 115),
     _laptop("3080 Ti", 58, 1.59, 16, 512, 150),
+    _laptop("3080", 48, 1.71, 8, 448, 150),
     _laptop("3070 Ti", 46, 1.485, 8, 448, 125),
     _laptop("3070", 40, 1.62, 8, 448, 125),
     _laptop("3060", 30, 1.703, 6, 336, 115),
+    _laptop("3050 Ti", 20, 1.695, 4, 192, 80),
+    _laptop("3050 6GB", 20, 1.492, 6, 168, 80),
+    _laptop("3050", 16, 1.74, 4, 192, 80),
+    _workstation_laptop("5000 Ada Generation", 42.6, 16, 576, 175),
+    _workstation_laptop("4000 Ada Generation", 33.6, 12, 432, 175),
+    _workstation_laptop("3500 Ada Generation", 23.0, 12, 432, 140),
+    _workstation_laptop("3000 Ada Generation", 19.9, 8, 256, 140),
+    _workstation_laptop("2000 Ada Generation", 14.5, 8, 256, 140),
+    _workstation_laptop("1000 Ada Generation", 12.1, 6, 192, 140),
+    _workstation_laptop("500 Ada Generation", 9.2, 4, 128, 60),
+    _workstation_laptop("A5500", 24.7, 16, 512, 165),
+    _workstation_laptop("A5000", 21.7, 16, 448, 165),
+    _workstation_laptop("A4500", 18.5, 16, 512, 140),
+    _workstation_laptop("A4000", 17.8, 8, 384, 140),
+    _workstation_laptop("A3000", 12.8, 6, 264, 130),
+    _workstation_laptop("A2000", 9.3, 4, 192, 95),
     _gpu("MI300X", 1307.4, 192, 5300, 750, _AMD, fp32=163.4),
     # The driver shows one of its two dies.
     _gpu("MI250X", 191.5, 64, 1638, 280, f"{_AMD}, one of two dies", fp32=23.9),
@@ -233,12 +286,18 @@ _SHORT = {
 }
 
 
-_SHORT |= {
-    gpu.name: (f"{word}-laptop", f"{word}m", f"{word}-mobile")
-    for gpu in GPUS
-    if gpu.name.endswith(" Laptop GPU")
-    for word in [gpu.name.removeprefix("RTX ").removesuffix(" Laptop GPU").replace(" ", "").lower()]
-}
+def _laptop_words(gpu: Gpu) -> tuple[str, ...]:
+    # 4070-laptop, a5000m, 2000ada-mobile, 2080-maxq; spaces are ignored.
+    name = gpu.name.removeprefix("RTX ").lower().replace(" ", "").replace("generation", "")
+    if gpu.name.endswith(" Laptop GPU"):
+        word = name.removesuffix("laptopgpu")
+        ends = ("-laptop", "m", "-mobile", "-laptop-gpu")
+        return tuple(f"{start}{word}{end}" for start in ("", "rtx") for end in ends)
+    word = name.removesuffix("withmax-qdesign")
+    return (f"{word}-maxq",) if word != name else ()
+
+
+_SHORT |= {gpu.name: words for gpu in GPUS if (words := _laptop_words(gpu))}
 
 
 def _plain(name: str) -> str:
