@@ -5,6 +5,7 @@
 | chunks of the loss, 16,384 tokens, vocabulary 128,256, 80 GB | 63 | 8 | 8 |
 | bytes moved for each logit, besides the products' operands | 44 | 14 | 16 |
 | gatherings of the head's weights under fsdp, per micro-batch | 2 | 1 | 1 |
+| gatherings of a block's weights, 3 micro-batches, SHARD_GRAD_OP | 3 | 1 | 1 |
 | widths of rows in an epoch of chats of up to 2,048 tokens | 210 | 31 | 32 |
 | products that selective checkpointing computes again | none | 1 in 2 | 0.2 of a pass |
 | longest of five documents in a row of 74, as attention gets it | 74 | 64 | 64 |
@@ -51,6 +52,7 @@ from isles.facts.memory.step import chunk_tokens
 from isles.models import recompute
 from isles.models.adapter import add_adapter
 from isles.models.recompute import set_gradient_checkpointing
+from isles.strategies import fsdp
 from isles.strategies import head as head_module
 from isles.strategies.fsdp import shard_model
 from isles.strategies.objective import CausalLM
@@ -214,6 +216,28 @@ def test_the_head_is_gathered_once_per_micro_batch():
             # Of these only the embedding, which is as large as the head, and at the end.
             assert len(backward.sizes) == layers + 1
             assert backward.sizes.index(head_size) == layers
+
+
+def test_weights_are_gathered_once_per_step_if_only_gradients_are_sharded():
+    ranks, found = 4, {}
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    for sharding in ("SHARD_GRAD_OP", "FULL_SHARD"):
+        config = FSDPStrategyConfig(sharding_strategy=sharding)
+        with fake_ranks(ranks) as world:
+            model = small_model("llama", vocab_size=512, num_hidden_layers=3)
+            layout = make_layout(config, ranks, local_world_size=ranks)
+            mesh = make_mesh(layout, world, is_sharded=True)
+            sharded = shard_model(model, config, mesh, world.device, precision="bf16-mixed")
+            objective = CausalLM(model)
+            with Gathered() as step:
+                for is_last in (False, False, True):
+                    fsdp.set_sync(sharded, is_last=is_last, reduces_each=sharding == "FULL_SHARD")
+                    batch = MicroBatchPart({"input_ids": ids}, ids)
+                    objective.loss_sum(model, batch).backward()
+            found[sharding] = len(step.sizes)
+    # Each of three blocks, both ends and the rest: one time, or twice for each micro-batch.
+    assert found["SHARD_GRAD_OP"] == 6
+    assert found["FULL_SHARD"] > 3 * 6
 
 
 CPU = torch.device("cpu")

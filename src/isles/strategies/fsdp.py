@@ -142,6 +142,8 @@ def set_sync(sharded: Sequence[FSDPModule], *, is_last: bool, reduces_each: bool
     """Set how the next backward pass treats gradients and gathered parameters."""
     for module in sharded:
         module.set_requires_gradient_sync(is_last or reduces_each, recurse=False)
+        # Weights that are held whole from forward to backward stay so until the step's end.
+        module.set_reshard_after_backward(is_last or reduces_each, recurse=False)
         # Between replicas, gradients are reduced once per step in any case.
         module.set_requires_all_reduce(is_last, recurse=False)
     sharded[-1].set_is_last_backward(is_last)
