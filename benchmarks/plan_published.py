@@ -1,24 +1,37 @@
-"""The memory of a step on paper beside peaks that other projects measured and published.
+"""Memory and speed of a step on paper beside peaks and speeds that were measured and published.
 
     python benchmarks/plan_published.py [--smoke]       # the same, as it takes a second
 
-All of these are torch's max_memory_allocated (or its active bytes), of trainers that differ from
+All peaks are torch's max_memory_allocated (or its active bytes), of trainers that differ from
 isles: whole logits in most, an AdamW whose step makes a temporary of a weight's size, other code of
 models. Each is described to the formula by its own settings; nothing is fitted.
+
+Speeds are tokens per second and GPU. `isles plan` plans the same model, batch and strategy on the
+same GPUs. Its few constants (shares of a table speed, in src/isles/config/roofline.py) were chosen
+so that all speeds are within 25 %. Speeds with fp8, expert parallelism or unpublished settings
+cannot be planned, and are not in the table.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from common import make_parser, print_figures
 
+from isles.config.load import load_run_file
+from isles.facts.gpus import named_gpu
 from isles.facts.memory.architecture import Architecture
 from isles.facts.memory.setting import Holding, MemorySettings
 from isles.facts.memory.step import Count, memory_of
+from isles.facts.models import load_shape
+from isles.plan.find import parse_gpus
+from isles.plan.machines import GUESSED_FABRIC, GUESSED_LINE, Device, Host, Machines
+from isles.plan.step import Job, Outcome, outcome
 
 BAR = 0.10
+SPEED_BAR = 0.25
 GIB, GB = 2**30, 1e9
 
 
@@ -164,8 +177,219 @@ def on_paper(peak: Published) -> tuple[float, str]:
     return moments[name], name
 
 
+QWEN_7B = _llama(3584, 28, 28, 4, 18944, 152064) | {"model_type": "qwen2"}
+QWEN_32B = _llama(5120, 64, 40, 8, 27648, 152064) | {"model_type": "qwen2"}
+GPT_2 = {
+    "model_type": "gpt2",
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "vocab_size": 50304,
+    "n_positions": 1024,
+}
+
+TITAN = "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
+ASYNC_TP = "pytorch/torchtitan, benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md"
+NEMO = "NVIDIA-NeMo/Automodel, docs/performance-summary.mdx"
+NANOCHAT = "karpathy/nanochat, dev/LOG.md"
+LLM_C = "KellerJordan/modded-nanogpt, README.md: llm.c, 45 minutes"
+OWN = "isles 2026-11-22, benchmarks/HISTORY.md"
+
+
+def _nanochat(layers: int) -> dict[str, Any]:
+    # A Llama with matrices of the same size; nanochat's MLP has two matrices instead of three.
+    hidden = 64 * layers
+    return _llama(hidden, layers, layers // 2, layers // 2, hidden * 8 // 3, 32768)
+
+
+@dataclass(frozen=True)
+class PublishedSpeed:
+    """A measured speed.
+
+    Args:
+        gpus: as `isles plan --gpus` takes them, and the number of such machines.
+        rows: sequences of a micro-batch on a data-parallel rank.
+        settings: values that differ from `RUN_FILE`.
+        measured: tokens per second and GPU.
+        has_low_power: torchtitan's H100 have 500 W, HBM2e with 2.4 TB/s, and by its page a speed
+            between the SXM and the NVL card. The NVL card's is used.
+    """
+
+    source: str
+    name: str
+    model: dict[str, Any]
+    gpus: str
+    rows: int
+    length: int
+    measured: float
+    settings: tuple[str, ...]
+    nodes: int = 1
+    micro_steps: int = 1
+    has_low_power: bool = False
+
+
+RUN_FILE = """\
+name: published
+model: {name_or_path: someone/a-model}
+data: {sources: [{type: fake}], validation_fraction: 0}
+training: {max_steps: 1000, precision: bf16-mixed, gradient_checkpointing: none}
+strategy: {kind: ddp}
+balance: even
+"""
+
+EAGER, COMPILED = "training.torch_compile=false", "training.torch_compile=true"
+SELECTIVE = "training.gradient_checkpointing=selective"
+FULL = "training.gradient_checkpointing=full"
+FSDP = "strategy={kind: fsdp}"
+LORA_16 = "adapter={type: lora, r: 16}"
+
+
+def _titan(name: str, tokens: float, *settings: str, **more: Any) -> PublishedSpeed:
+    base = PublishedSpeed(TITAN, name, LLAMA_8B, "8xh100@8xndr", 2, 8192, tokens, settings)
+    return replace(base, has_low_power=True, **more)
+
+
+SPEEDS = (
+    _titan("Llama-3-8B, 8 GPUs", 5762, EAGER, SELECTIVE, FSDP),
+    _titan("Llama-3-8B, 8 GPUs, compiled", 6667, COMPILED, SELECTIVE, FSDP),
+    _titan("Llama-3-8B, 128 GPUs", 5605, EAGER, SELECTIVE, FSDP, nodes=16),
+    _titan("Llama-3-8B, 128 GPUs, compiled", 6514, COMPILED, SELECTIVE, FSDP, nodes=16),
+    _titan(
+        "Llama-3-8B, 64 GPUs, TP 8, compiled",
+        4378,
+        *(COMPILED, SELECTIVE, "strategy={kind: fsdp, tp_size: 8}"),
+        source=ASYNC_TP,
+        rows=12,
+        nodes=8,
+    ),
+    _titan(
+        "Llama-3-70B, 256 GPUs, TP 8, compiled",
+        597.3,
+        *(COMPILED, FULL, "strategy={kind: fsdp, tp_size: 8}"),
+        source=ASYNC_TP,
+        model=LLAMA_70B | {"vocab_size": 128256},
+        rows=16,
+        nodes=32,
+    ),
+    PublishedSpeed(
+        NEMO,
+        "Llama-3-70B, 64 GPUs, CP 2, compiled",
+        LLAMA_70B | {"vocab_size": 128256},
+        "8xh100@8xndr",
+        1,
+        8192,
+        866.77,
+        (COMPILED, FULL, "strategy={kind: fsdp, cp_size: 2}"),
+        nodes=8,
+        micro_steps=4,
+    ),
+    PublishedSpeed(
+        NEMO,
+        "Llama-3-8B LoRA",
+        LLAMA_8B,
+        "h100",
+        2,
+        4096,
+        12472.87,
+        (COMPILED, "adapter={type: lora, r: 16, dropout: 0.1}"),
+        micro_steps=16,
+    ),
+    PublishedSpeed(
+        NEMO,
+        "Qwen2.5-7B LoRA",
+        QWEN_7B,
+        "h100",
+        2,
+        4096,
+        14110.05,
+        (COMPILED, LORA_16),
+        micro_steps=16,
+    ),
+    PublishedSpeed(
+        NEMO,
+        "Llama-3-70B LoRA, 8 GPUs, TP 2, compiled",
+        LLAMA_70B | {"vocab_size": 128256},
+        "8xh100",
+        2,
+        4096,
+        1091.85,
+        (COMPILED, FULL, LORA_16, "strategy={kind: fsdp, tp_size: 2}"),
+        micro_steps=4,
+    ),
+    PublishedSpeed(
+        NEMO,
+        "Qwen2.5-32B LoRA, 8 GPUs, TP 2, compiled",
+        QWEN_32B,
+        "8xh100",
+        2,
+        4096,
+        2250.31,
+        (COMPILED, FULL, LORA_16, "strategy={kind: fsdp, tp_size: 2}"),
+        micro_steps=4,
+    ),
+    # MFU of 41 % and 46 % by nanochat's FLOPs per token: 0.802 and 2.272 G.
+    PublishedSpeed(NANOCHAT, "d12", _nanochat(12), "8xh100", 32, 2048, 505e3, (COMPILED,)),
+    PublishedSpeed(NANOCHAT, "d18", _nanochat(18), "8xh100", 32, 2048, 200e3, (COMPILED,)),
+    PublishedSpeed(NANOCHAT, "d26", _nanochat(26), "8xh100", 16, 2048, 630e3 / 8, (COMPILED,)),
+    PublishedSpeed(LLM_C, "GPT-2 124M", GPT_2, "8xh100", 64, 1024, 463e3, (COMPILED,)),
+    # fp16-mixed has the fp32 stream under autocast that bf16-mixed had in that measurement.
+    PublishedSpeed(
+        OWN,
+        "llama-150m, eager autocast",
+        load_shape("llama-150m"),
+        "h100",
+        16,
+        1024,
+        140128,
+        (EAGER, "training.precision=fp16-mixed"),
+    ),
+)
+
+
+def planned(speed: PublishedSpeed) -> Outcome:
+    """The plan of the same setting."""
+    ((hosts, network),) = parse_gpus(speed.gpus, nodes=speed.nodes)
+    if speed.has_low_power:
+        nvl = Device.of(named_gpu("h100nvl"))
+        hosts = tuple(
+            Host(
+                host.name,
+                tuple(
+                    replace(each, flops=nvl.flops, bandwidth=2.4e12, memory_bytes=96 * GIB)
+                    for each in host.devices
+                ),
+            )
+            for host in hosts
+        )
+    machines = Machines("published", hosts, network or GUESSED_FABRIC, GUESSED_LINE)
+    world = len(machines.devices)
+    cut = 1
+    for setting in speed.settings:
+        for size in ("tp_size: ", "cp_size: "):
+            _, _, found = setting.partition(size)
+            cut *= int(found.rstrip("}") or 1)
+    values = (
+        *speed.settings,
+        f"data.seq_length={speed.length}",
+        f"training.micro_batch_size={speed.rows}",
+        f"training.global_batch_size={speed.rows * speed.micro_steps * world // cut}",
+    )
+    config = load_run_file(Path("published.yaml"), values, text=RUN_FILE).config
+    job = Job(config.of_cluster(0), Architecture.of(speed.model), speed.model, machines)
+    return outcome(job)
+
+
+def speed_on_paper(speed: PublishedSpeed) -> float:
+    """Tokens per second and GPU by `isles plan`."""
+    found = planned(speed)
+    assert found.time is not None, found.refused
+    training = found.config.training
+    tokens = training.global_batch_size * found.config.data.seq_length
+    return tokens / found.time.total_s / len(found.ranks)
+
+
 def main() -> None:
-    """Print a table, and as the last line the figures as JSON."""
+    """Print two tables, and as the last line the figures as JSON."""
     make_parser(__doc__).parse_args()
     errors = []
     print("setting | measured, GiB | on paper, GiB | off | peak on paper | source")
@@ -176,7 +400,23 @@ def main() -> None:
         print(peak.name, *sizes, f"{errors[-1]:+.1%}", moment, peak.source, sep=" | ")
     within = sum(abs(error) <= BAR for error in errors)
     worst = max(abs(error) for error in errors)
-    print_figures({"peaks": len(errors), "within_10_percent": within, "worst": worst})
+    ratios = []
+    print("\nsetting | measured, tokens/s per GPU | on paper | ratio | source")
+    for speed in SPEEDS:
+        tokens = speed_on_paper(speed)
+        ratios.append(tokens / speed.measured)
+        texts = [f"{each:,.0f}" for each in (speed.measured, tokens)]
+        print(speed.name, *texts, f"{ratios[-1]:.2f}", speed.source, sep=" | ")
+    print_figures(
+        {
+            "peaks": len(errors),
+            "within_10_percent": within,
+            "worst": worst,
+            "speeds": len(ratios),
+            "speeds_within_25_percent": sum(abs(each - 1) <= SPEED_BAR for each in ratios),
+            "worst_speed": max(abs(each - 1) for each in ratios),
+        }
+    )
 
 
 if __name__ == "__main__":

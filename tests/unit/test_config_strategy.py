@@ -17,9 +17,11 @@ from isles.config.auto import Resources, choose_strategy, describe
 from isles.config.files import data_issues, shape_issues
 from isles.config.load import load_run_file
 from isles.config.resolve import resolve
+from isles.config.roofline import Chip, Links
 from isles.config.rules.shape import check_shape
 from isles.errors import ConfigError, ConfigErrors, UserError
 from isles.facts import models
+from isles.facts.gpus import named_gpu
 from isles.facts.memory.architecture import Architecture
 from isles.launch.base import resolve_here
 from isles.models.attention import check_attention
@@ -166,10 +168,11 @@ SHAPES["70b"] = SHAPES["8b"] | LARGE | {"num_attention_heads": 64}
 
 
 @each(
-    ("1b", 8, 8, 80, None, "ddp", "the whole model fits"),
-    ("8b", 1, 1, 80, None, "ddp", "a single rank"),
-    ("8b", 8, 8, 80, 200e9, "FULL_SHARD", "sharded over 8 ranks it needs"),
-    ("8b", 8, 8, 80, 1e9, "SHARD_GRAD_OP", "links carry"),
+    ("1b", 8, 8, 80, 200e9, "ddp", "no other strategy that fits is faster"),
+    ("1b", 2, 1, 80, 125e6, "SHARD_GRAD_OP", "% of the time of ddp"),
+    ("8b", 1, 1, 80, 200e9, "ddp", "a single rank"),
+    ("8b", 8, 8, 80, 200e9, "FULL_SHARD", "no other strategy that fits is faster"),
+    ("8b", 8, 8, 80, 1e9, "SHARD_GRAD_OP", "weights are gathered once per step"),
     ("8b", 16, 8, 80, 1e9, "HYBRID_SHARD", "8 ranks of a node"),
     ("8b", 16, 8, 24, 1e9, "FULL_SHARD", "sharded over 16 ranks it needs"),
     ("70b", 8, 8, 80, 200e9, "FULL_SHARD", "which may not fit"),
@@ -177,7 +180,9 @@ SHAPES["70b"] = SHAPES["8b"] | LARGE | {"num_attention_heads": 64}
 def test_the_choice_and_its_reason(size, ranks, per_node, gib, link, chosen, why, *, tmp_path):
     more = ("data.seq_length=2048", "training.gradient_checkpointing=full")
     config = load(tmp_path, GOOD, *more).config
-    machine = Resources(ranks, per_node, gib * 2**30, link)
+    links = Links(per_node, ranks // per_node, link if ranks == per_node else 300e9, link)
+    chip = Chip.of(named_gpu("h100"), is_narrow=True)
+    machine = Resources(ranks, per_node, gib * 2**30, links, chip)
     strategy, reason = choose_strategy(Architecture.of(SHAPES[size]), config, machine)
     assert describe(strategy).split()[-1] == chosen
     assert why in reason and "\n" not in reason

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from isles.config.auto import Resources, choose_strategy, needed_bytes
 from isles.config.layout import make_layout
+from isles.config.roofline import Links
 from isles.config.sections.data import DataConfig
 from isles.config.sections.model import AdapterConfig, ModelConfig
 from isles.config.sections.strategy import DDPStrategyConfig
@@ -436,7 +437,7 @@ def test_frozen_weights_cost_two_thirds_and_no_state(tmp_path):
     model = Architecture.of(load_shape("llama-8b"))
     whole_run = fake_run(tmp_path, gradient_checkpointing="full")
     lora_run = fake_run(tmp_path, LORA, gradient_checkpointing="full")
-    machine = Resources(2, 2, 40 * 2**30, 100e9)
+    machine = Resources(2, 2, 40 * 2**30, Links(2, 1, 100e9, 0.0))
     ddp = DDPStrategyConfig()
     lora, full = (needed_bytes(model, run, ddp, machine) for run in (lora_run, whole_run))
     assert lora < 0.2 * full

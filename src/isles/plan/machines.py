@@ -7,16 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
+from isles.config.roofline import Chip, Links, inside_rate
 from isles.facts.gpus import Gpu, find_gpu
 
 Confidence = Literal["measured", "given", "table", "guess", "unknown"]
 """Source of a figure: this machine, the command line or run file, the GPU table, or a guess."""
-
-_PCIE = 10e9
-"""Bytes per second between GPUs of a machine without NVLink: PCIe 4.0 through main memory."""
-
-_NVLINK_SHARE = 0.8
-"""Share of NVLink's rate that an all-reduce reaches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +51,11 @@ class Device:
     fp32_flops: float = 0.0
     bandwidth: float = 0.0
     is_cuda: bool = True
+
+    def chip(self, *, is_narrow: bool) -> Chip:
+        """Its speed in 16 bits (`is_narrow`) or fp32."""
+        flops = self.flops if is_narrow else self.fp32_flops
+        return Chip(flops, self.bandwidth, self.is_cuda)
 
     @classmethod
     def of(cls, gpu: Gpu) -> Device:
@@ -106,8 +106,7 @@ class Host:
     @property
     def inside_bytes_per_s(self) -> float:
         """Bytes per second between its devices, in one direction. A guess, except for NVLink."""
-        rates = [d.gpu.nvlink_bytes_per_s if d.gpu else 0.0 for d in self.devices]
-        return min(rates) * _NVLINK_SHARE or _PCIE
+        return min(inside_rate(device.gpu) for device in self.devices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +135,17 @@ class Machines:
     def local_world_size(self) -> int:
         """Ranks per node. For unequal nodes, the greatest common divisor."""
         return math.gcd(*(len(host.devices) for host in self.hosts))
+
+    @property
+    def links(self) -> Links:
+        """Its links as the cost of communication needs them."""
+        return Links(
+            self.local_world_size,
+            len(self.hosts),
+            min(host.inside_bytes_per_s for host in self.hosts),
+            self.network.bytes_per_s,
+            self.network.latency_s,
+        )
 
     def host_of(self, rank: int) -> Host:
         """Host of a rank."""

@@ -15,6 +15,7 @@ from isles.config.files import find_shape, may_be_huggingface_id
 from isles.config.foreign import MAX_CONFIG_BYTES, check_config, open_foreign, parse_json
 from isles.config.layout import Layout
 from isles.config.memory import architecture, setting_of
+from isles.config.roofline import forward_flops
 from isles.config.sections.run import RunConfig
 from isles.errors import UserError
 from isles.facts.memory.architecture import Architecture
@@ -107,14 +108,6 @@ def model_facts(config: RunConfig, shape: Shape) -> ModelFacts:
         is_guess=not model.is_known,
         is_on_huggingface=files is None and not Path(name).expanduser().exists(),
     )
-
-
-def forward_flops(count: Count) -> tuple[float, float]:
-    """FLOPs of a micro-batch's forward pass: of matrix products with weights, and of attention."""
-    model, setting = count.model, count.setting
-    products = model.layers * float(count.block.products)
-    products += 2.0 * setting.rows * setting.length * model.head_params
-    return products, model.layers * float(count.block.attention_flops)
 
 
 def train_flops(count: Count) -> float:

@@ -10,6 +10,7 @@ from isles.config.clusters import keys_of_cluster, of_cluster
 from isles.config.length import Data, data_of, guessed_issues
 from isles.config.load import Loaded
 from isles.config.memory import checkpoint_sizes
+from isles.config.roofline import ASSUMPTIONS
 from isles.config.sections.run import RunConfig
 from isles.errors import ConfigError, UserError
 from isles.facts.memory.result import PhaseMemory
@@ -17,8 +18,7 @@ from isles.plan.links import OuterPlan, outer_plan
 from isles.plan.machines import Link, Machines, summary
 from isles.plan.measured import Measured, find_measured
 from isles.plan.model import ModelFacts
-from isles.plan.roofline import ASSUMPTIONS
-from isles.plan.step import Job, Outcome, RankPlan, alone, outcome, with_values
+from isles.plan.step import Job, Outcome, RankPlan, alone, is_compiled, outcome, with_values
 from isles.plan.ways import Candidate, Rung, climb, compare, name_of
 
 PROCESS_BYTES = 2.5 * 2**30
@@ -243,7 +243,7 @@ def _gains(job: Job, step_s: float) -> list[tuple[str, float]]:
     is_cuda = all(device.is_cuda for device in job.machines.devices)
     if training.precision == "32-true" and is_cuda:
         changes["bf16-mixed"] = {"training.precision": "bf16-mixed"}
-    if training.torch_compile is False:
+    if not is_compiled(job, job.config):
         changes["torch_compile"] = {"training.torch_compile": True}
     for name, values in changes.items():
         other = _seconds(outcome(job, with_values(job.config, values)))

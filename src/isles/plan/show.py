@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isles.config.length import guessed_issues
+from isles.config.roofline import ASSUMPTIONS
 from isles.facts.console import Console
 from isles.facts.units import format_bytes, format_count, format_duration
 from isles.plan.apply import changed, typed
@@ -20,7 +21,6 @@ from isles.plan.links import OuterPlan
 from isles.plan.machines import summary
 from isles.plan.measured import Measured
 from isles.plan.report import ClusterPlan, Plan, Price, Speed, cost
-from isles.plan.roofline import ASSUMPTIONS
 from isles.plan.step import Job, Outcome, RankPlan, StepTime
 from isles.plan.ways import SHORTER, Candidate, Rung, name_of
 

@@ -10,9 +10,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from isles.config.auto import Resources, choose_strategy
+from isles.config.compilation import COMPILES_FROM, compiles
 from isles.config.issues import Issue
 from isles.config.layout import Layout, Strategy, make_layout
-from isles.config.memory import holding_of, setting_of, step_memory
+from isles.config.memory import step_memory
+from isles.config.roofline import (
+    Work,
+    communication,
+    count_of,
+    optimizer_seconds,
+    slowest,
+    work_of,
+)
 from isles.config.rules import check_rules
 from isles.config.rules.shape import check_shape
 from isles.config.sections.run import RunConfig
@@ -24,7 +33,6 @@ from isles.facts.memory.result import StepMemory
 from isles.facts.memory.setting import usable_bytes
 from isles.facts.memory.step import Count
 from isles.plan.machines import Device, Machines
-from isles.plan.roofline import communication, optimizer_seconds, work_of
 
 CONTEXT_BYTES = 0.6 * 2**30
 """Memory of CUDA, cuBLAS and torch's kernels on a GPU: a guess."""
@@ -203,6 +211,14 @@ def outcome(job: Job, config: RunConfig | None = None) -> Outcome:
     return found
 
 
+def is_compiled(job: Job, config: RunConfig) -> bool:
+    """True if the run's blocks are compiled."""
+    gpus = [device.gpu for device in job.machines.devices]
+    # The names of AMD's GPUs begin with MI.
+    can = all(gpu is not None and gpu.has_bf16 and gpu.name[:2] != "MI" for gpu in gpus)
+    return compiles(config, COMPILES_FROM if can else None, config.training.max_steps)
+
+
 def _check_bf16(job: Job, config: RunConfig) -> Iterator[Issue]:
     # GPUs that would emulate the precision of the run.
     gpus = [device.gpu for device in job.machines.devices if device.gpu is not None]
@@ -213,7 +229,7 @@ def _check_bf16(job: Job, config: RunConfig) -> Iterator[Issue]:
 
 
 def chosen(job: Job, config: RunConfig) -> tuple[Strategy, str]:
-    """Choice of `strategy: auto`: the strategy that fits with the least communication, and why."""
+    """Choice of `strategy: auto`: the fastest strategy that fits, and why."""
     machines = job.machines
     world, local = len(machines.devices), machines.local_world_size
     if config.adapter.type == "qlora":
@@ -221,13 +237,11 @@ def chosen(job: Job, config: RunConfig) -> tuple[Strategy, str]:
     memory = [device.memory_bytes for device in machines.devices]
     if None in memory:
         return DDPStrategyConfig(), "a guess, as the memory of some ranks is unknown"
-    link = min(
-        [host.inside_bytes_per_s for host in machines.hosts]
-        + [machines.network.bytes_per_s] * (len(machines.hosts) > 1)
-    )
     least = int(min(own for own in memory if own is not None))
-    has_gpus = all(device.is_cuda for device in machines.devices)
-    return choose_strategy(job.model, config, Resources(world, local, least, link, has_gpus))
+    is_narrow = config.training.precision != "32-true"
+    chip = slowest([device.chip(is_narrow=is_narrow) for device in machines.devices])
+    resources = Resources(world, local, least, machines.links, chip)
+    return choose_strategy(job.model, config, resources)
 
 
 class _Step:
@@ -238,13 +252,13 @@ class _Step:
         self._devices = job.machines.devices
         self._hosts = [host.name for host in job.machines.hosts for _ in host.devices]
         self._memories: dict[tuple[int, int, int], StepMemory] = {}
+        self._works: dict[tuple[float | None, int], Work] = {}
         self._is_narrow = config.training.precision != "32-true"
+        self._is_compiled = is_compiled(job, config)
         self._in_step = not (isinstance(strategy, DDPStrategyConfig) and layout.pp == 1)
 
     def outcome(self) -> Outcome:
-        unit = self._count(1, 2)
-        work = work_of(unit, self._layout, is_compiled=self._config.training.torch_compile is True)
-        row_s = [work.seconds(device, is_narrow=self._is_narrow) for device in self._devices]
+        row_s = [self._seconds(device, 1) for device in self._devices]
         rows = self._rows(row_s)
         micro = [self._micro_batch(rank, own) for rank, own in enumerate(rows)]
         steps = [max(1, -(-own // size)) for own, size in zip(rows, micro, strict=True)]
@@ -275,12 +289,21 @@ class _Step:
             return 0.0
         return CONTEXT_BYTES + (NCCL_BYTES if len(self._devices) > 1 else 0.0)
 
-    def _count(self, rows: int, steps: int) -> Count:
+    def _count(self, rows: int, steps: int, device: Device) -> Count:
         model, config, layout = self._job.model, self._config, self._layout
-        setting = setting_of(config, layout, rows=rows, micro_batches=steps)
-        holding = holding_of(config, self._strategy, layout, model, steps)
-        # Count the work of all ranks that share the model; `roofline.py` divides it.
-        return Count(model, setting, replace(holding, tensor=1))
+        gpu_bytes = int(device.memory_bytes or 0) if device.is_cuda else 0
+        return count_of(model, config, self._strategy, layout, rows, steps, gpu_bytes)
+
+    def _work(self, device: Device, rows: int) -> Work:
+        key = (device.memory_bytes if device.is_cuda else 0, rows)
+        if key not in self._works:
+            count = self._count(rows, 2, device)
+            self._works[key] = work_of(count, self._layout, is_compiled=self._is_compiled)
+        return self._works[key]
+
+    def _seconds(self, device: Device, rows: int) -> float | None:
+        # Seconds of a micro-batch.
+        return self._work(device, rows).seconds(device.chip(is_narrow=self._is_narrow))
 
     def _memory(self, device: Device, rows: int, steps: int) -> StepMemory:
         # Without a pipeline, memory depends only on whether there are several micro-batches.
@@ -360,13 +383,12 @@ class _Step:
         return low
 
     def _busy_s(self, rank: int, rows: int, micro: int) -> float | None:
-        device, compiled = self._devices[rank], self._config.training.torch_compile is True
+        device = self._devices[rank]
         whole, rest = divmod(rows, micro)
         total = 0.0
         for size, times in ((micro, whole), (rest, 1)):
             if size and times:
-                work = work_of(self._count(size, 2), self._layout, is_compiled=compiled)
-                seconds = work.seconds(device, is_narrow=self._is_narrow)
+                seconds = self._seconds(device, size)
                 if seconds is None:
                     return None
                 total += times * seconds
@@ -376,11 +398,12 @@ class _Step:
         layout = self._layout
         slowest = max(busy)
         mean = sum(busy) / len(busy)
-        count = self._count(max(micro), steps)
-        work = work_of(count, layout, is_compiled=self._config.training.torch_compile is True)
-        sent = communication(self._config, self._strategy, layout, self._job.machines, count, steps)
-        backward = 1.0 - work.forward_share
-        optimizer = max(optimizer_seconds(count, device, layout) for device in self._devices)
+        links = self._job.machines.links
+        count = self._count(max(micro), steps, self._devices[0])
+        sent = communication(self._config, self._strategy, layout, links, count, steps)
+        backward = 1.0 - self._work(self._devices[0], max(micro)).forward_share
+        chips = {device.chip(is_narrow=self._is_narrow) for device in self._devices}
+        optimizer = max(optimizer_seconds(count, chip, layout) for chip in chips)
         bubble = slowest / steps * (layout.pp - 1)
         return StepTime(
             compute_s=mean,

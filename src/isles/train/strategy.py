@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from isles.config.auto import Resources, choose_strategy, describe, needed_bytes
+from isles.config.auto import Resources, choose_strategy, describe, fitting_strategies
 from isles.config.interop.deepspeed import check_accumulation, deepspeed_settings, resolve_stage
 from isles.config.layout import Strategy, make_layout
+from isles.config.roofline import Chip, Links, inside_rate, slowest
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import (
     AutoStrategy,
@@ -31,7 +32,7 @@ from isles.dist.batch import COMPUTE_DTYPE
 from isles.dist.mesh import Mesh, make_mesh
 from isles.dist.world import World, gpu_bytes
 from isles.errors import UserError
-from isles.facts.gpus import BF16_FIX, emulates_bf16
+from isles.facts.gpus import BF16_FIX, emulates_bf16, find_gpu
 from isles.models.attention import check_attention, use_maskless_attention
 from isles.run.limits import memory
 from isles.strategies.base import Engine
@@ -106,24 +107,40 @@ def _choose(config: RunConfig, world: World, model: nn.Module) -> tuple[Strategy
         mine = gpu_bytes(world.device)
     else:
         mine = memory().total // world.local_world_size
+    gpus = [find_gpu(name) for name in world.gather(world.device_name)]
+    is_narrow = config.training.precision != "32-true"
+    local = _ranks_per_node(world)
     machine = Resources(
         world.world_size,
-        _ranks_per_node(world),
+        local,
         min(world.gather(mine)),
-        link_bytes_per_s=None,
-        has_gpus=world.device.type == "cuda",
+        Links(local, world.world_size // local, min(map(inside_rate, gpus)), 0.0),
+        slowest([Chip.of(gpu, is_narrow=is_narrow) for gpu in gpus])
+        if world.device.type == "cuda"
+        else Chip(is_cuda=False),
     )
-    whole = needed_bytes(size, config, DDPStrategyConfig(), machine)
-    if world.world_size > 1 and whole > machine.usable_bytes:
-        machine = replace(machine, link_bytes_per_s=_link_bytes_per_s(world))
-    chosen, why = choose_strategy(size, config, machine)
+    fitting = fitting_strategies(size, config, machine)
+    if len(fitting) > 1:
+        machine = replace(machine, links=_measured(machine.links, world))
+    chosen, why = choose_strategy(size, config, machine, fitting)
     return chosen, f"{describe(chosen)}, as {why}"
 
 
-def _link_bytes_per_s(world: World) -> float:
-    # Bytes per second that each rank sends in an all-reduce over all: the bus bandwidth of NVIDIA's
-    # nccl-tests, 2 (n - 1) / n of the buffer over its time.
-    buffer = torch.zeros(_LINK_BYTES // 4, device=world.device)
+def _measured(links: Links, world: World) -> Links:
+    # The slowest link of all ranks: between hosts, or if there is one host, within it.
+    empty_s = _all_reduce_s(world, 4)
+    seconds = max(_all_reduce_s(world, _LINK_BYTES) - empty_s, 1e-9)
+    # Each rank sends 2 (n - 1) / n of the buffer: the bus bandwidth of NVIDIA's nccl-tests.
+    peers = world.world_size - 1
+    bytes_per_s = 2 * peers / world.world_size * _LINK_BYTES / seconds
+    if links.hosts == 1:
+        return replace(links, inside_bytes_per_s=bytes_per_s)
+    return replace(links, network_bytes_per_s=bytes_per_s, latency_s=empty_s / (2 * peers))
+
+
+def _all_reduce_s(world: World, size_bytes: int) -> float:
+    # The fastest of a few tries, on the slowest rank.
+    buffer = torch.zeros(size_bytes // 4, device=world.device)
     best = float("inf")
     for _ in range(_LINK_REPEATS):
         dist.barrier()
@@ -132,8 +149,7 @@ def _link_bytes_per_s(world: World) -> float:
         dist.all_reduce(buffer)
         _wait(world)
         best = min(best, time.perf_counter() - began)
-    sent = 2 * (world.world_size - 1) / world.world_size * _LINK_BYTES
-    return min(world.gather(sent / best))
+    return max(world.gather(best))
 
 
 def _wait(world: World) -> None:

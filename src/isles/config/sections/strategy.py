@@ -15,7 +15,7 @@ PipelineSchedule = Literal["1f1b", "gpipe", "interleaved-1f1b", "zbv"]
 
 
 class AutoStrategy(Section):
-    """ddp if the model and its optimizer fit on every GPU, else fsdp. The log shows the reason."""
+    """The fastest of ddp and fsdp that fits on every GPU, by estimate. The log shows the reason."""
 
     kind: Literal["auto"] = "auto"
     """isles chooses the kind."""

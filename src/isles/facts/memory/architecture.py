@@ -399,6 +399,9 @@ class Architecture:
         walk.params += all_params
         walk.active_params += all_params * self.experts_used // self.experts
         walk.products += 6 * routed.tokens * self.hidden * self.mlp_width
+        walk.repeated_products += 6 * routed.tokens * self.hidden * self.mlp_width
+        walk.operand_bytes += all_params * x.width + 2 * routed.size_bytes
+        walk.operand_bytes += 3 * routed.tokens * self.mlp_width * x.width
         both = routed.like(units=2 * self.mlp_width)
         act, inner = routed.like(units=self.mlp_width), routed.like(units=self.mlp_width)
         out = walk.made(routed.like())

@@ -117,6 +117,10 @@ class Forward:
         """Copies of weights in autocast's type, which are kept like activations."""
         self.products = 0
         """FLOPs of matrix products with weights, forward, of all tokens."""
+        self.repeated_products = 0
+        """Those FLOPs of them that selective checkpointing computes again: every second product."""
+        self.operand_bytes = 0
+        """Bytes of the operands and results of these products, forward."""
         self.attention_flops = 0
         """FLOPs of attention, forward, of all tokens. Causal, so half of full attention."""
         self.widest_bytes = 0
@@ -180,8 +184,8 @@ class Forward:
         own = numbers + (units if bias else 0)
         self.params += own
         self.active_params += own
-        self.products += 2 * x.tokens * numbers
         given = self.cast(x, self.autocast)
+        self._multiply(x.tokens, x.units, units, given.width)
         if self.is_trained:
             self.save(given)
         if self.autocast is not None and self.autocast != self.weight:
@@ -200,7 +204,6 @@ class Forward:
         numbers = adapter.r * (x.units + y.units)
         self.adapter_params += numbers
         self.short_params += adapter.r * y.units if adapter.r < SHORT else 0
-        self.products += 2 * x.tokens * numbers
         dropped = x
         if adapter.has_dropout:
             self.save(Value(x.tokens, x.units, 1))
@@ -208,11 +211,21 @@ class Forward:
         narrow = self.cast(dropped, self.autocast)
         inner = self.made(Value(x.tokens, adapter.r, narrow.width))
         self.save(narrow, inner)
-        self._products += [inner, y]
+        self._multiply(x.tokens, x.units, adapter.r, narrow.width)
+        self._products.append(inner)
+        self._multiply(x.tokens, adapter.r, y.units, narrow.width)
+        self._products.append(y)
         self.works_on(x, y, dropped)
         if self.autocast is not None and self.autocast != adapter.width:
             self.copy_bytes += numbers * self.autocast
         return self.made(Value(y.tokens, y.units, y.width))
+
+    def _multiply(self, tokens: int, inputs: int, outputs: int, width: int) -> None:
+        # `_products` gets the result next.
+        flops = 2 * tokens * inputs * outputs
+        self.products += flops
+        self.repeated_products += flops * (len(self._products) % 2)
+        self.operand_bytes += (tokens * (inputs + outputs) + inputs * outputs) * width
 
     def rms_norm(self, x: Value, *, scales_wide: bool = False) -> Value:
         """RMSNorm as in transformers: in fp32, and scaled before (`scales_wide`: Gemma, OLMo 2) or
