@@ -25,7 +25,7 @@ _RANK_BYTES = _GIB
 """Memory of a rank without the model: Python, torch and its libraries."""
 _SHM_BAD, _SHM_LOW = 32 * _MIB, 512 * _MIB
 _SKEW_WARNING_S, _SKEW_ERROR_S = 2.0, 30.0
-_RANK_THREADS, _RANK_FILES = 200, 64
+_RANK_THREADS, _RANK_FILES = 200, 8
 _PINNED = 64 * _MIB
 
 
@@ -117,7 +117,8 @@ def _limits(plan: NodePlan) -> Iterator[Finding]:
 
 
 def _limit(plan: NodePlan, kind: str, number: int, needed: int, what: str, now: str) -> Finding:
-    most = resource.getrlimit(number)[0]
+    # Ranks raise their limit of open files to the hard limit.
+    most = resource.getrlimit(number)[number == resource.RLIMIT_NOFILE]
     level: Level = "ok"
     text, measured, fix = f"at most {most} {what}", str(most), ""
     if most == resource.RLIM_INFINITY:
