@@ -156,5 +156,7 @@ def test_ranks_on_gpus_get_an_allocator_whose_blocks_grow(release, environ, is_s
     monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release=release))
     added = rank_defaults(device="cuda", nproc=1, interface=None, environ=environ)
     assert added == ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if is_set else {})
+    (system,) = (f for f in machine(NodePlan("a")) if f.id == "os.kernel")
+    assert ("in WSL2" in system.text) == (not is_set)
     for own in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         assert rank_defaults(device="cuda", nproc=1, interface=None, environ={own: "x"}) == {}

@@ -374,7 +374,7 @@ def rank_defaults(
     if device == "cpu" or nproc > 1:
         # Without it every rank starts a thread per core, and the ranks compete for the cores.
         added["OMP_NUM_THREADS"] = str(max(1, usable_cores(environ) // nproc))
-    if device == "cuda" and not _is_wsl() and not set(_ALLOCATOR) & set(environ):
+    if device == "cuda" and not is_wsl() and not set(_ALLOCATOR) & set(environ):
         # Rows of many widths would leave memory in pieces that fit no other width.
         added[_ALLOCATOR[0]] = "expandable_segments:True"
     if interface is not None:
@@ -387,8 +387,8 @@ def rank_defaults(
     }
 
 
-def _is_wsl() -> bool:
-    # Its driver has no virtual memory that grows, and torch warns.
+def is_wsl() -> bool:
+    """True in WSL2. Its driver has no memory segments that grow, and limits pinned memory."""
     return "microsoft" in os.uname().release.lower()
 
 

@@ -17,7 +17,7 @@ from isles.check.finding import Finding, Level
 from isles.check.plan import NodePlan
 from isles.facts.units import format_bytes, format_duration, plural
 from isles.launch.ssh.facts import reached_at
-from isles.run.env import usable_cores
+from isles.run.env import is_wsl, usable_cores
 from isles.run.limits import memory
 
 _GIB, _MIB = 1 << 30, 1 << 20
@@ -35,7 +35,11 @@ def machine(plan: NodePlan) -> Iterator[Finding]:
         system = platform.freedesktop_os_release().get("PRETTY_NAME", platform.system())
     except OSError:
         system = f"{platform.system()} {platform.release()}"
-    yield Finding("os.kernel", "ok", plan.name, f"{system}, Linux {platform.release()}", system)
+    text = f"{system}, Linux {platform.release()}"
+    if is_wsl():
+        text += ", in WSL2: ranks use fixed memory segments, and pinned memory is limited"
+        system = f"{system} (WSL2)"
+    yield Finding("os.kernel", "ok", plan.name, text, system)
     yield _memory(plan)
     yield _cores(plan)
     yield _shm(plan)

@@ -167,10 +167,20 @@ def torch_findings(plan: NodePlan, ranks: list[dict[str, Any]]) -> Iterator[Find
     yield Finding("torch.imports", "ok", plan.name, f"torch {ranks[0]['torch']}", seconds)
     if plan.device == "cuda":
         where = "its GPU" if len(ranks) == 1 else f"each of its {len(ranks)} GPUs"
-        yield Finding("gpu.visible", "ok", plan.name, f"torch sees {where}")
+        yield _visible(plan, where, ranks[0])
         text = f"a kernel ran on {where}, with the right result"
         yield Finding("gpu.kernel", "ok", plan.name, text)
         yield from _without_bf16(plan, ranks)
+
+
+def _visible(plan: NodePlan, where: str, first: dict[str, Any]) -> Finding:
+    text = f"torch sees {where}"
+    if first.get("is_nvidia", True):
+        return Finding("gpu.visible", "ok", plan.name, text)
+    text += f" through ROCm {first['cuda']}. isles was never run on an AMD GPU, and packed rows "
+    text += "have no variable-length attention there"
+    fix = "run isles check --smoke, which trains three steps, and compare first losses with a CPU"
+    return Finding("gpu.visible", "warning", plan.name, text, "ROCm", "CUDA", fix)
 
 
 def _without_bf16(plan: NodePlan, ranks: list[dict[str, Any]]) -> Iterator[Finding]:
