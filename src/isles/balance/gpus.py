@@ -16,7 +16,7 @@ _CLOCK = 1.05
 """Ratio between two clocks that differ. Equal GPUs at one power limit differ by 2 to 4 %."""
 
 _OFTEN = 0.5
-"""Share of the readings from which a GPU counts as throttled."""
+"""A GPU counts as throttled if it was throttled in this share of the readings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class GpuSpeed:
 
     Args:
         clock_mhz: mean clock.
-        throttled: share of the time in which heat, the power supply or the hardware throttled it.
+        throttled: share of readings with throttling by heat, the power supply or the hardware.
     """
 
     clock_mhz: float

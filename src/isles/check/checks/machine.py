@@ -95,8 +95,8 @@ def _shm(plan: NodePlan) -> Finding:
 
 def _limits(plan: NodePlan) -> Iterator[Finding]:
     needed = 512 + _RANK_FILES * plan.world_size
-    now = "ulimit -n 65536"
-    yield _limit(plan, "nofile", resource.RLIMIT_NOFILE, needed, "open files", now)
+    # Only root can raise a hard limit.
+    yield _limit(plan, "nofile", resource.RLIMIT_NOFILE, needed, "open files", "")
     # The limit counts all threads of this user.
     threads = 0
     for process in psutil.process_iter(["uids", "num_threads"]):
@@ -128,7 +128,8 @@ def _limit(plan: NodePlan, kind: str, number: int, needed: int, what: str, now: 
     if most == resource.RLIM_INFINITY:
         text, measured = f"no limit of {what}", "unlimited"
     elif most < needed:
-        level, fix = "warning", f"{now} before the start; or permanently {_for_good(kind, '65536')}"
+        level, fix = "warning", _for_good(kind, "65536")
+        fix = f"{now} before the start; or permanently {fix}" if now else fix
     return Finding(f"limits.{kind}", level, plan.name, text, measured, str(needed), fix)
 
 
