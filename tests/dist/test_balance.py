@@ -15,11 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pynvml
 import pytest
 import torch
 
 from isles.balance.balancer import Balancer
 from isles.balance.curve import Curve
+from isles.balance.gpus import GpuMeter
 from isles.balance.measure import ComputeMeter, compute_until_all_are_here
 from isles.balance.revise import Allocation, RankDevice, SplitHistory
 from isles.dist.split import even_split
@@ -125,6 +127,50 @@ def test_how_long_is_measured(tmp_path):
     (passes, judged), (_, others) = run_ranks(_measure, 2, tmp_path)
     assert passes >= 3
     assert judged == others == [10, 50, 200]
+
+
+def _throttle(env: RankEnv, folder: Path, is_seen: bool) -> list[tuple[int, ...]]:
+    """Rows after each review, where the GPU of rank 1 takes 1.3 times as long for a block."""
+    world = join_world(env, device="cpu", timeout_s=DEADLINE_S)
+    clocks = (1800, 1200) if is_seen else (1800, 1800)
+    for call, value in {
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetCount": lambda: 2,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetUUID": str,
+        "nvmlDeviceGetName": str,
+        "nvmlDeviceGetClockInfo": lambda gpu, _: clocks[gpu],
+        "nvmlDeviceGetCurrentClocksEventReasons": lambda _: 0x4,
+    }.items():
+        setattr(pynvml, call, value)
+    now = [0.0]
+    time.perf_counter = lambda: now[0]
+
+    class Block(torch.nn.Module):
+        def forward(self, rows: int) -> int:
+            now[0] += 0.1 * rows * (1.3 if env.rank == 1 else 1.0)
+            return rows
+
+    devices = tuple(RankDevice("box", "gpu", rank) for rank in range(2))
+    even = even_split(24, 2, 4, in_step=False)
+    first = Allocation(0, even, 4, "ddp", devices, (Curve((1, 4), (0.1, 0.4), 4),) * 2, True)
+    record, history = folder / f"record-{is_seen}", SplitHistory().add(first)
+    balancer = Balancer(world, first, history, record, 0, lambda: now[0])
+    block = Block()
+    balancer.watch([block], GpuMeter(world.local_rank, lambda: now[0]))
+    rows = [even.rows]
+    for step in range(1, 101):
+        block(rows[-1][env.rank])
+        rows += [split.rows] if (split := balancer.after_step(step)) else []
+    leave_world()
+    return rows
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_throttled_gpu_gives_rows_to_its_equal_and_noise_does_not(tmp_path, is_seen):
+    """Rank 0 decides for both by the clocks of both."""
+    own, other = run_ranks(_throttle, 2, tmp_path, is_seen)
+    assert own == other == ([(12, 12), (14, 10)] if is_seen else [(12, 12)])
 
 
 def test_a_processor_that_is_shared_is_no_slow_device() -> None:

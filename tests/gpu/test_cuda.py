@@ -13,6 +13,7 @@ from isles.dist.world import join_world, leave_world
 from isles.run.env import RankEnv
 from isles.run.paths import RunDir
 from isles.run.records import read_record
+from isles.train.metrics import StepMeter
 from tests.dist.test_same_mathematics import figures_of
 from tests.e2e.typed import isles, the_run
 from tests.engines import engine_of, fake_run
@@ -43,17 +44,21 @@ def test_a_whole_run_on_one_gpu(run_file: Path, precision: str) -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "sgd", "muon"])
 @pytest.mark.parametrize("strategy", [DDPStrategyConfig(), FSDPStrategyConfig()])
 def test_no_step_waits_for_the_gpu(tiny_model, strategy, optimizer, monkeypatch):
-    """CPU twin: tests/unit/test_optimizer.py. liger-kernel waits once in each micro-batch."""
+    """Also no recorded step, before its row. CPU twins: tests/unit/test_optimizer.py, test_host.py.
+    liger-kernel waits once in each micro-batch."""
     monkeypatch.setattr("isles.strategies.head._find_liger", lambda: None)
     world = join_world(RankEnv(0, 0, 1, 1, 0, None), device="cuda", timeout_s=60)
     try:
         engine = engine_of(fake_run(tiny_model, optimizer=optimizer), strategy, world)
         ids = torch.arange(32, device=world.device).reshape(2, 16)
-        batch = Batch(ids, ids, (0, 1))
+        batch, meter = Batch(ids, ids, (0, 1)), StepMeter(world, 1.0, 0.0)
 
         def step() -> None:
+            meter.begin(is_recorded=True)
             engine.forward_backward(batch, loss_divisor=32, is_last=True)
+            meter.mark("forward_backward")
             engine.optimizer_step(lr=1e-3, max_norm=1.0)
+            meter.mark("optimizer")
 
         step()
         torch.cuda.set_sync_debug_mode("error")

@@ -17,6 +17,7 @@ from torch import nn
 
 from isles.balance.balancer import Balancer
 from isles.balance.curve import Curve, rank_seconds, step_seconds
+from isles.balance.gpus import GpuSpeed
 from isles.balance.measure import ComputeMeter, Probe, calibrate, rows_that_fit
 from isles.balance.revise import (
     Allocation,
@@ -124,6 +125,42 @@ def test_rows_are_split_anew_only_where_it_pays_and_come_back_to_a_rank_that_rec
     quick, reason = revised(now, 1, 1 / 3)
     assert quick.split.rows == (24, 24)
     assert "its rows give 0.67 times an even split, not 2.00" in reason
+
+
+SLOW_CLOCK, FULL_CLOCK = GpuSpeed(1200.0, 0.0), GpuSpeed(1500.0, 0.0)
+HOT = GpuSpeed(1470.0, 1.0)
+
+
+@each(
+    # times slower, the GPUs by their drivers, rows; without a list the driver reports nothing
+    ([1, 1.2], None, None),
+    ([1, 1.2], [FULL_CLOCK, FULL_CLOCK], None),
+    ([1, 1.1], [FULL_CLOCK, SLOW_CLOCK], None),
+    ([1, 1.2], [SLOW_CLOCK, FULL_CLOCK], None),
+    ([1, 1.3], [FULL_CLOCK, SLOW_CLOCK], (27, 21)),
+    ([1, 1.3], [FULL_CLOCK, HOT], (27, 21)),
+    ([1, 1.3], [HOT, HOT], None),
+    ([1.4, 1, 1.4, 1.4], [SLOW_CLOCK, FULL_CLOCK, SLOW_CLOCK, SLOW_CLOCK], (11, 15, 11, 11)),
+)
+def test_a_small_difference_between_equal_gpus_counts_if_their_drivers_report_it(
+    slower, gpus, rows
+):
+    even = even_split(48, len(slower), 8, in_step=False)
+    now = allocated(even_curves(*[1.0] * len(slower)), even, "a" * len(slower))
+    measured = seconds_of(now, *slower)
+    seen = gpus and [[gpu] * 5 for gpu in gpus]
+    found = revise(now, measured, seen)
+    assert (found and found[0].split.rows) == rows
+    if found is None:
+        return
+    assert "MHz, equal GPUs at" in found[1]
+    once = [[*own[:4], FULL_CLOCK] for own in seen]
+    assert revise(now, measured, once) is None, "in four of five windows"
+    after = found[0]
+    assert revise(after, seconds_of(after, *[1] * len(slower)), seen) is None, "the rows stay"
+    assert revise(after, seconds_of(after, *[1] * len(slower)), None) is None, "also without a word"
+    cooled = revise(after, seconds_of(after, *[1 / factor for factor in slower]), None)
+    assert cooled is not None and cooled[0].split.rows == even.rows
 
 
 def test_steps_that_are_done_again_have_the_rows_that_they_had(tmp_path):

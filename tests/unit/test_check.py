@@ -157,8 +157,10 @@ def test_gpus_that_only_emulate_bf16_are_named() -> None:
                 "sm_80",
             )
             assert "GPU 1, Tesla T4" in finding.text and "fp16-mixed" in finding.fix
-    amd = {**old, "is_nvidia": False}
-    assert not bad(torch_findings(NodePlan("a", device="cuda", run=run), [amd]))
+    amd = {**old, "is_nvidia": False, "cuda": "6.4.1"}
+    (finding,) = bad(torch_findings(NodePlan("a", device="cuda", run=run), [amd]))
+    assert (finding.id, finding.level, finding.measured) == ("gpu.visible", "warning", "ROCm")
+    assert "never run on an AMD GPU" in finding.text and "--smoke" in finding.fix
 
 
 def test_faults_of_torch_are_told_once_for_all_ranks() -> None:

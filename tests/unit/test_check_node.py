@@ -245,7 +245,9 @@ def test_this_machine() -> None:
     own = {finding.id: finding for finding in machine(NodePlan("a"))}
     assert {"os.kernel", "memory.free", "cpu.cores", "shm.size"} <= set(own)
     assert {"limits.nofile", "limits.nproc"} <= set(own)
-    greedy = {f.id: f for f in machine(NodePlan("a", nproc=10_000, load_bytes=1 << 40))}
+    huge = NodePlan("a", nproc=10_000, world_size=1 << 27, load_bytes=1 << 40)
+    greedy = {f.id: f for f in machine(huge)}
+    assert not greedy["limits.nofile"].fix.startswith("ulimit"), "it raises no hard limit"
     assert greedy["memory.free"].level == "error" and "10000 ranks" in greedy["memory.free"].text
     assert greedy["cpu.cores"].level == "warning"
     assert "lo" in {interface.name for interface in interfaces()}

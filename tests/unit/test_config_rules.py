@@ -74,6 +74,8 @@ def check_refused(tmp_path: Path, source: str, what: str, fix: str, *given: str)
     ("not a shape", "./llama-7b", "model={name_or_path: llama-7b, init: scratch}"),
     ("HF_TOKEN looks like a secret", "hf auth login", TOKEN),
     ("~/bin/python begins with ~", "as venv", SSH, PYTHON),
+    ('device is "mps", not one', "a GPU over ssh", "clusters=[{device: mps}]"),
+    ('device is "rocm", not one', "did you mean cuda?", "clusters=[{device: rocm}]"),
     # Of `strategy` and `balance`.
     (f"shard_size 2 {NOTHING}", "HYBRID_SHARD", "strategy={kind: fsdp, shard_size: 2}"),
     (f"true {NOTHING} tp_", "tp_size", "strategy={kind: ddp, tp_size: 2, static_graph: true}"),

@@ -9,12 +9,20 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from isles.check.checks.machine import machine
 from isles.check.plan import NodePlan
+from isles.config.layout import Layout
+from isles.config.sections.strategy import DDPStrategyConfig
+from isles.dist.mesh import make_mesh
+from isles.dist.world import join_world, leave_world
+from isles.models.build import build_probe
 from isles.plan.find import find_machines
 from isles.run import limits
-from isles.run.env import rank_defaults, usable_cores
+from isles.run.env import RankEnv, rank_defaults, usable_cores
+from isles.train.probe import CPU_MICRO_BATCH_SIZE, cpu_micro_batch
+from isles.train.strategy import resolve_strategy
 from tests.each import each
 from tests.run_files import load
 
@@ -112,6 +120,24 @@ def test_check_and_plan_take_it_from_there(group: Any, tmp_path: Path) -> None:
     assert "of 1.2 GiB" in finding.text
 
 
+def test_the_strategy_and_the_micro_batch_take_it_from_there(group: Any, tmp_path: Path) -> None:
+    config = load(tmp_path, RUN, "data.seq_length=16384").config
+    world = join_world(RankEnv(0, 0, 1, 1, 0, None), device="cpu", timeout_s=10)
+    try:
+        options: dict[str, Any] = {"dtype": torch.float32, "vocab_size": 512}
+        model = build_probe(config.model, num_layers=2, device=torch.device("meta"), **options)
+        mesh = make_mesh(Layout(1, 1, 1, 1, 1), world, is_sharded=False)
+        sizes = []
+        for limit in (64 * ROOM, ROOM):
+            group("0::/job_1", **{"job_1__memory-max": f"{limit}", "job_1__memory-current": "0"})
+            sizes.append(cpu_micro_batch(model, config, DDPStrategyConfig(), mesh, world))
+        _, why = resolve_strategy(config, world, lambda: model)
+        assert "of 1.2 GiB on the smallest rank" in why
+        assert sizes == [CPU_MICRO_BATCH_SIZE, CPU_MICRO_BATCH_SIZE // 2]
+    finally:
+        leave_world()
+
+
 def test_threads_are_the_cores_of_the_job(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     group("0::/", **{"cpu-max": "max 100000"})
     monkeypatch.setattr(limits.os, "sched_getaffinity", lambda _: set(range(16)))
@@ -156,5 +182,7 @@ def test_ranks_on_gpus_get_an_allocator_whose_blocks_grow(release, environ, is_s
     monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release=release))
     added = rank_defaults(device="cuda", nproc=1, interface=None, environ=environ)
     assert added == ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if is_set else {})
+    (system,) = (f for f in machine(NodePlan("a")) if f.id == "os.kernel")
+    assert ("in WSL2" in system.text) == (not is_set)
     for own in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         assert rank_defaults(device="cuda", nproc=1, interface=None, environ={own: "x"}) == {}

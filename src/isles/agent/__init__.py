@@ -6,7 +6,6 @@ node.
 with `members.py` (which nodes train now), `failure.py` (root causes, restarts) and `requeue.py`
 (jobs). An agent (`agent.py`) applies the commands that it receives over its connection
 (`connection.py`, `protocol.py`) and reports every second. `workers.py` starts, watches and ends the
-ranks; `script/` runs a user's own script as a rank. `telemetry.py` samples the node and its GPUs
-(`cards.py`); `live.py` records the samples of all nodes. Open `coordinator.py` first, then
-`agent.py`.
+ranks; `script/` runs a user's own script as a rank. `telemetry.py` samples the node and its GPUs;
+`live.py` records the samples of all nodes. Open `coordinator.py` first, then `agent.py`.
 """

@@ -45,6 +45,7 @@ from isles.run.env import (
     rank_defaults,
     settle_home,
 )
+from isles.run.limits import raise_open_files
 from isles.run.nodes import Fleet, FleetNode, read_fleet, require_nodes
 from isles.run.outcome import agent_error, end_failed
 from isles.run.paths import Attempt, RunDir
@@ -70,6 +71,7 @@ def main() -> int:
     # A launcher that does not know the arguments yet writes them to standard input later.
     is_told = sys.argv[1:] == ["-"]
     settle_home()
+    raise_open_files()  # the coordinator, the store and the ranks hold connections of all ranks
     options = parser.parse_args(shlex.split(sys.stdin.readline()) if is_told else None)
     try:
         log = options.log

@@ -19,8 +19,8 @@ from typing import Any
 
 import psutil
 
-from isles.agent.cards import GpuReader, find_cards
 from isles.agent.protocol import log_line
+from isles.run.cards import GpuReader, find_cards
 from isles.run.limits import memory
 from isles.run.live import SUMS
 from isles.run.process import processor_name

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from isles.balance.curve import rank_seconds, step_seconds
+from isles.balance.gpus import GpuMeter, GpuSpeed, mean_gpu, slowest_gpu
 from isles.balance.measure import ComputeMeter
 from isles.balance.revise import (
     WINDOWS,
@@ -63,6 +64,7 @@ class Balancer:
         self.block_types: tuple[type[nn.Module], ...] = ()
         """Types of the modules that `watch` times."""
         self._meter: ComputeMeter | None = None
+        self._gpu: GpuMeter | None = None
         self._step = step
         self._ends: list[float] = []
         """End times of the steps for the next review."""
@@ -87,9 +89,13 @@ class Balancer:
         """The last step whose rows are decided. Later steps are reviewed."""
         return 0 if self._history is None else self._history.decided_to
 
-    def watch(self, blocks: list[nn.Module]) -> None:
-        """Time these modules from now on. Call this after the strategy has added its hooks."""
-        self._meter = ComputeMeter(blocks, self._world.device)
+    def watch(self, blocks: list[nn.Module], gpu: GpuMeter | None = None) -> None:
+        """Time these modules from now on. Call this after the strategy has added its hooks.
+
+        Args:
+            gpu: reads this rank's GPU, as evidence against equal GPUs. None: no evidence.
+        """
+        self._meter, self._gpu = ComputeMeter(blocks, self._world.device), gpu
 
     def blocks_s(self) -> float | None:
         """Seconds of the forward passes of this rank's blocks, in the last step with known times.
@@ -116,12 +122,15 @@ class Balancer:
         if self._meter is not None:
             self._meter.step_done(counts=is_whole)
             self._ends.append(self._clock())
+            if self._gpu is not None:
+                self._gpu.step_done()
         if step <= self._history.decided_to:
             known = self._history.at(step)
             return self._use(known) if known is not None and known != self._current else None
         if self._meter is None or not self._is_look(before, step):
             return None
-        every = self._world.gather(self._meter.steps())
+        readings = self._gpu.readings() if self._gpu is not None else []
+        every = self._world.gather((self._meter.steps(), readings))
         # One rank decides, so that rounding cannot lead to different decisions.
         mine = (self._decide(step, every),) if self._world.is_main else None
         (decision,) = self._world.broadcast(mine)
@@ -173,6 +182,8 @@ class Balancer:
         self._ends.clear()
         if self._meter is not None:
             self._meter.reset()
+        if self._gpu is not None:
+            self._gpu.reset()
         return allocation.split
 
     def _is_look(self, before: int, step: int) -> bool:
@@ -182,23 +193,31 @@ class Balancer:
         early = self._current.after_step + _EARLY
         return before < early <= step or before // _EVERY < step // _EVERY
 
-    def _decide(self, step: int, every: Sequence[Sequence[float]]) -> SplitHistory | None:
+    def _decide(
+        self, step: int, every: Sequence[tuple[Sequence[float], Sequence[GpuSpeed]]]
+    ) -> SplitHistory | None:
         # The history with the decision at this step. None: not enough data for a decision.
         assert self._history is not None
         # Medians ignore occasional work between two steps, such as an evaluation or a checkpoint.
         steps = [end - begin for begin, end in itertools.pairwise(self._ends)]
         evidence_s = statistics.median(steps) * len(steps) if steps else 0.0
-        count = min(map(len, every))
+        count = min(len(of_rank) for of_rank, _ in every)
         if count < WINDOWS or evidence_s < _EVIDENCE_S:
             return None
         devices = self._current.devices
         measured = [[0.0] * WINDOWS for _ in equal_devices(devices)]
-        for device, steps_of_rank in zip(devices, every, strict=True):
+        shown: list[list[Sequence[GpuSpeed]]] = [[] for _ in measured]
+        for device, (steps_of_rank, readings) in zip(devices, every, strict=True):
             # Ranks that share their rows wait for the slowest rank among them.
-            own = windows(steps_of_rank[:count])
+            own = [statistics.fmean(part) for part in windows(steps_of_rank[:count])]
             slowest = zip(measured[device.dp_rank], own, strict=True)
             measured[device.dp_rank] = [max(pair) for pair in slowest]
-        found = next_allocation(self._history, step, measured)
+            if len(readings) >= WINDOWS:
+                shown[device.dp_rank].append([mean_gpu(part) for part in windows(readings)])
+        gpus = None
+        if sum(map(len, shown)) == len(devices):
+            gpus = [[slowest_gpu(part) for part in zip(*own, strict=True)] for own in shown]
+        found = next_allocation(self._history, step, measured, gpus)
         history = self._history.decided(step) if found is None else self._history.add(found[0])
         try:
             history.write(self._file)

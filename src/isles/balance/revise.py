@@ -12,12 +12,15 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from isles.balance.curve import Curve, rank_seconds, step_seconds
+from isles.balance.gpus import GpuSpeed, is_ahead, is_held_back
 from isles.balance.solve import are_alike, fastest_split
 from isles.dist.split import RowSplit, even_split, shared_split
 from isles.run.records import MAX_LIST_BYTES, read_record, write_record
+
+Figure = TypeVar("Figure")
 
 WINDOWS = 5
 """Number of windows of the reviewed steps. A deviation that is not in every window is noise."""
@@ -28,6 +31,10 @@ _DEVIATION = 1.10
 _APART = 1.5
 """Factor beyond which, in every window, a device is treated as different from equal devices. Other
 rows add the same numbers in another order, and two runs on equal devices should be equal."""
+
+_SHOWN = 1.15
+"""The same factor, if the clocks of the GPUs or the causes of throttling differ in the same way in
+every window. Then the cause is the GPU and not noise."""
 
 _LEAST_GAIN = 0.05
 """A new split must save at least this share of a step: smaller gains are noise, and rows would
@@ -167,7 +174,7 @@ class SplitHistory:
 
 
 def pooled(
-    curves: Sequence[Curve], equals: Sequence[int], apart: float = float("inf")
+    curves: Sequence[Curve], equals: Sequence[int], apart: Sequence[float] | None = None
 ) -> tuple[Curve, ...]:
     """Curves that treat equal devices as equally fast. Noise only makes a pass slower, so the
     shortest time of any of them is the time of all.
@@ -175,16 +182,18 @@ def pooled(
     Args:
         curves: curve of each data-parallel rank.
         equals: for each of them, the first rank with equal devices.
-        apart: slowdown at every size that a rank needs to keep its own curve.
+        apart: for each of them, slowdown at every size that it needs to keep its own curve. None:
+            no rank keeps it.
     """
     found = list(curves)
+    least = apart or [float("inf")] * len(curves)
     for first in set(equals):
         ranks = [rank for rank, other in enumerate(equals) if other == first]
         sizes = sorted({size for rank in ranks for size in curves[rank].sizes})
         best = {size: min(curves[rank].time(size) for rank in ranks) for size in sizes}
         for rank in ranks:
             own = curves[rank]
-            if min(own.time(size) / best[size] for size in sizes) <= apart:
+            if min(own.time(size) / best[size] for size in sizes) <= least[rank]:
                 found[rank] = Curve.of(best, own.limit)
     return tuple(found)
 
@@ -211,19 +220,24 @@ def gain_over_even(split: RowSplit, curves: Sequence[Curve]) -> float:
     return step_seconds(even, curves) / step_seconds(split, curves)
 
 
-def windows(steps: Sequence[float]) -> list[float]:
-    """Means of consecutive parts of a list with at least WINDOWS figures."""
-    bounds = [index * len(steps) // WINDOWS for index in range(WINDOWS + 1)]
-    return [statistics.fmean(steps[a:b]) for a, b in itertools.pairwise(bounds)]
+def windows(found: Sequence[Figure]) -> list[Sequence[Figure]]:
+    """WINDOWS consecutive parts of a list with at least WINDOWS figures."""
+    bounds = [index * len(found) // WINDOWS for index in range(WINDOWS + 1)]
+    return [found[a:b] for a, b in itertools.pairwise(bounds)]
 
 
-def revise(now: Allocation, measured: Sequence[Sequence[float]]) -> tuple[Allocation, str] | None:
+def revise(
+    now: Allocation,
+    measured: Sequence[Sequence[float]],
+    gpus: Sequence[Sequence[GpuSpeed]] | None = None,
+) -> tuple[Allocation, str] | None:
     """A better allocation, if the measurements of every window support it, and the reason.
 
     Args:
         now: the current allocation.
         measured: for each data-parallel rank, its computing time per step, window by window, in
             any unit. The windows of all ranks are of the same steps.
+        gpus: for each data-parallel rank, its GPU in each window, by its driver. None: unknown.
 
     Returns:
         The allocation, without a step yet, and the reason as text.
@@ -239,9 +253,19 @@ def revise(now: Allocation, measured: Sequence[Sequence[float]]) -> tuple[Alloca
         len({c.seconds for c, o in zip(curves, equals, strict=True) if o == own}) == 1
         for own in equals
     ]
-    slower = _slower(factors, equals, [_APART if same else _DEVIATION for same in alike])
+    held, ahead = _shown(gpus, equals)
+    least = [
+        (_least(same, is_held), _least(same, is_free))
+        for same, is_held, is_free in zip(alike, held, ahead, strict=True)
+    ]
+    slower = _slower(factors, equals, least)
     scaled = tuple(curve.scaled(by) for curve, by in zip(curves, slower, strict=True))
-    scaled = pooled(scaled, equals, _APART)
+    of_equals = [
+        any(held[rank] or ahead[rank] for rank, other in enumerate(equals) if other == own)
+        for own in equals
+    ]
+    apart = [_least(same, shows) for same, shows in zip(alike, of_equals, strict=True)]
+    scaled = pooled(scaled, equals, apart)
     better = choose(scaled, split.global_batch_size, now.even_size, in_step=split.in_step)
     if step_seconds(split, scaled) <= (1 + _LEAST_GAIN) * step_seconds(better, scaled):
         return None
@@ -251,6 +275,9 @@ def revise(now: Allocation, measured: Sequence[Sequence[float]]) -> tuple[Alloca
         rank = off.index(max(off))
         word = "slower" if slower[rank] > 1 else "faster"
         reason = f"data-parallel rank {rank} is {off[rank]:.2f} times {word} than expected"
+        if gpus is not None and (held[rank] or ahead[rank]):
+            clock_mhz, usual_mhz = _clocks(gpus, equals, rank)
+            reason += f" (its GPU at {clock_mhz:.0f} MHz, equal GPUs at {usual_mhz:.0f} MHz)"
     brought, promised = (gain_over_even(split, known) for known in (scaled, curves))
     if abs(promised - 1) > _LEAST_GAIN:
         reason += f", so its rows give {brought:.2f} times an even split, not {promised:.2f}"
@@ -258,7 +285,10 @@ def revise(now: Allocation, measured: Sequence[Sequence[float]]) -> tuple[Alloca
 
 
 def next_allocation(
-    history: SplitHistory, step: int, measured: Sequence[Sequence[float]]
+    history: SplitHistory,
+    step: int,
+    measured: Sequence[Sequence[float]],
+    gpus: Sequence[Sequence[GpuSpeed]] | None = None,
 ) -> tuple[Allocation, str] | None:
     """The allocation that replaces the current one, and the reason. None: keep the current one.
 
@@ -266,11 +296,12 @@ def next_allocation(
         history: history of the run. Its last split is in use.
         step: the step that is over.
         measured: see `revise`, in seconds.
+        gpus: see `revise`.
     """
     now = history.allocations[-1]
     slowest_s = max(map(min, measured))
     is_first_look = now.slowest_s is not None and history.decided_to == now.after_step
-    found = revise(now, measured)
+    found = revise(now, measured, gpus)
     if found is not None:
         changed, reason = found
     elif now.slowest_s is not None and is_first_look and slowest_s > now.slowest_s:
@@ -287,12 +318,47 @@ def next_allocation(
     return replace(changed, after_step=step, slowest_s=slowest_s, rests=rests), reason
 
 
+def _least(same: bool, is_shown: bool) -> float:
+    # The factor that tells equal devices apart: with equal curves, and by their drivers.
+    return _DEVIATION if not same else _SHOWN if is_shown else _APART
+
+
+def _shown(
+    gpus: Sequence[Sequence[GpuSpeed]] | None, equals: Sequence[int]
+) -> tuple[list[bool], list[bool]]:
+    # For each rank, whether its driver reports in every window that it is slower than equal
+    # devices, and whether it is faster.
+    if gpus is None:
+        return [False] * len(equals), [False] * len(equals)
+    ranks = range(len(equals))
+    groups = [[gpus[rank] for rank in ranks if equals[rank] == own] for own in equals]
+    held, ahead = (
+        [
+            all(shows(gpu, others) for gpu, *others in zip(gpus[rank], *groups[rank], strict=True))
+            for rank in ranks
+        ]
+        for shows in (is_held_back, is_ahead)
+    )
+    return held, ahead
+
+
+def _clocks(
+    gpus: Sequence[Sequence[GpuSpeed]], equals: Sequence[int], rank: int
+) -> tuple[float, float]:
+    # Mean clock of a rank's GPU, and the median clock of its other equals.
+    means = [statistics.fmean(gpu.clock_mhz for gpu in own) for own in gpus]
+    others = [m for r, m in enumerate(means) if equals[r] == equals[rank] and r != rank]
+    return means[rank], statistics.median_high(others)
+
+
 def _slower(
-    factors: Sequence[Sequence[float]], equals: Sequence[int], least: Sequence[float]
+    factors: Sequence[Sequence[float]],
+    equals: Sequence[int],
+    least: Sequence[tuple[float, float]],
 ) -> list[float]:
     # Ratio of measured to expected time of each rank, where 1 is the median device. `least` has
-    # the ratio beyond which a rank differs from equal devices. The measurements and the curves
-    # have different units, so only ratios between ranks count.
+    # the ratios beyond which a rank is slower and faster than equal devices. The measurements and
+    # the curves have different units, so only ratios between ranks count.
     by_window = list(zip(*factors, strict=True))
     of_equals = [
         [
@@ -307,11 +373,11 @@ def _slower(
     for rank in range(len(equals)):
         own = [w[rank] / of[rank] for w, of in zip(by_window, of_equals, strict=True)]
         others = [of[rank] / statistics.median_low(of) for of in of_equals]
-        slower.append(_differs(own, least[rank]) * _differs(others, _DEVIATION))
+        slower.append(_differs(own, *least[rank]) * _differs(others, _DEVIATION, _DEVIATION))
     return slower
 
 
-def _differs(ratios: Sequence[float], least: float) -> float:
-    # The median ratio, if all ratios are on one side of 1 and beyond `least`. Otherwise 1.
-    is_apart = min(ratios) > least or max(ratios) * least < 1
+def _differs(ratios: Sequence[float], slower: float, faster: float) -> float:
+    # The median ratio, if all ratios are on one side of 1 and beyond its factor. Otherwise 1.
+    is_apart = min(ratios) > slower or max(ratios) * faster < 1
     return statistics.median(ratios) if is_apart else 1.0

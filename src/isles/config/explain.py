@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from isles.config import keys
-from isles.config.issues import Issue, alias_words, quote, unknown_key
+from isles.config.issues import Issue, alias_words, aliases, quote, unknown_key
 from isles.config.sections.run import RunConfig
 from isles.config.yaml import KeyPath, dotted, is_leaf, resolve_plain, scalar_text
 
@@ -147,6 +147,7 @@ class _WrongValue:
         near = difflib.get_close_matches(word, spelled, n=1, cutoff=0.6)
         meant = alias_words("values", self.alias_key).get(word) or (near and spelled[near[0]])
         fix = f"did you mean {meant}? {choices}" if meant else choices
+        fix = aliases()["refused"].get(self.alias_key, {}).get(word, fix)
         return self._is(", not one of its values", fix)
 
     def _type(self) -> Issue:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from isles.errors import CommunicationError, ConfigErrors, PreflightError, UserError
-from isles.run.env import RankEnv, num_restarts
+from isles.run.env import RankEnv, connect_when_used, num_restarts
+from isles.run.limits import raise_open_files
 
 T = TypeVar("T")
 
@@ -264,6 +265,9 @@ def join_world(
     chosen = _device(env, device)
     timeout = timedelta(seconds=timeout_s)
     store: Store | None = None
+    if env.world_size > 1:
+        connect_when_used()
+        raise_open_files()
     try:
         if env.store is not None:
             store = FileStore(str(env.store), env.world_size)

@@ -4,6 +4,6 @@
 the run directory of a start, and `begin.py` makes or resumes it under the claim of `claim.py`.
 `find.py` finds runs by name, and `state.py` checks whether a run is active. `outcome.py` and
 `restarts.py` record how an attempt ended and where it resumed. `checkpoints.py` lists and verifies
-checkpoints, `live.py` passes samples and stacks to viewers, and only `env.py` reads environment
-variables. Open `paths.py` first.
+checkpoints, `live.py` passes samples and stacks to viewers, `limits.py` and `cards.py` read the
+machine and its GPUs, and only `env.py` reads environment variables. Open `paths.py` first.
 """

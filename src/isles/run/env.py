@@ -143,6 +143,16 @@ def refuse_kernels() -> None:
     os.environ.setdefault("USE_HUB_KERNELS", "NO")
 
 
+def connect_when_used() -> None:
+    """Let groups of gloo connect two ranks at their first message, unless the user has decided.
+
+    By default each group connects all ranks as it is made: with four groups of 512 ranks, 2,044
+    sockets a rank. Collective operations use about 2 log2(n) of them. Call this before the groups
+    are made.
+    """
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+
+
 def num_restarts(environ: Mapping[str, str] = os.environ) -> int:
     """Number of earlier restarts of the ranks of this attempt, by isles agents or torchrun."""
     return int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -364,7 +374,7 @@ def rank_defaults(
     if device == "cpu" or nproc > 1:
         # Without it every rank starts a thread per core, and the ranks compete for the cores.
         added["OMP_NUM_THREADS"] = str(max(1, usable_cores(environ) // nproc))
-    if device == "cuda" and not _is_wsl() and not set(_ALLOCATOR) & set(environ):
+    if device == "cuda" and not is_wsl() and not set(_ALLOCATOR) & set(environ):
         # Rows of many widths would leave memory in pieces that fit no other width.
         added[_ALLOCATOR[0]] = "expandable_segments:True"
     if interface is not None:
@@ -377,8 +387,8 @@ def rank_defaults(
     }
 
 
-def _is_wsl() -> bool:
-    # Its driver has no virtual memory that grows, and torch warns.
+def is_wsl() -> bool:
+    """True in WSL2. Its driver has no memory segments that grow, and limits pinned memory."""
     return "microsoft" in os.uname().release.lower()
 
 

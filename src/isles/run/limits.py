@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 import psutil
 
 _V1_CACHE, _V1_LIMIT = "total_inactive_file", "hierarchical_memory_limit"
+_OPEN_FILES = 2**20
 CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -67,6 +68,16 @@ def cores() -> int:
         if quota and period and quota > 0:
             found = min(found, quota // period)
     return max(1, found)
+
+
+def raise_open_files() -> None:
+    """Raise the soft limit of open files of this process to the hard limit, but not without limit,
+    as some programs look at each possible file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with suppress(OSError, ValueError):  # a sandbox may forbid it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def cgroup_folders(controller: str) -> Iterator[tuple[Path, bool]]:

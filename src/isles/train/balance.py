@@ -13,6 +13,7 @@ from torch import nn
 
 from isles.balance.balancer import Balancer
 from isles.balance.curve import Curve, slowest
+from isles.balance.gpus import GpuMeter
 from isles.balance.revise import Allocation, RankDevice, SplitHistory, choose, equal_devices, pooled
 from isles.checkpoint.tensors import disk_failure
 from isles.config.fit import memory_advice
@@ -82,7 +83,9 @@ def watch_speed(balancer: Balancer, model: nn.Module, config: RunConfig, world: 
     if not balancer.is_auto:
         return
     blocks = [module for module in model.modules() if isinstance(module, balancer.block_types)]
-    without = [rank for rank, found in enumerate(world.gather(bool(blocks))) if not found]
+    device = world.host, _device_name(world)
+    every = world.gather((bool(blocks), device))
+    without = [rank for rank, (has_blocks, _) in enumerate(every) if not has_blocks]
     if without:
         log.info("balance stays fixed during training: rank %d has no blocks", without[0])
         return
@@ -92,7 +95,8 @@ def watch_speed(balancer: Balancer, model: nn.Module, config: RunConfig, world: 
         blocks = [
             part for block in blocks for part in block.modules() if isinstance(part, nn.Linear)
         ]
-    balancer.watch(blocks)
+    has_equals = world.device.type == "cuda" and [other for _, other in every].count(device) > 1
+    balancer.watch(blocks, GpuMeter(world.local_rank) if has_equals else None)
 
 
 class _Chooser:

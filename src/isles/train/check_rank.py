@@ -51,7 +51,8 @@ def look(device: str, index: int) -> dict[str, Any]:
 
     Returns:
         torch, cuda, nccl, has_gloo, seconds (of the import). After a failure also failure, and
-        stage: import, visible or kernel. On a GPU also gpu, capability, archs, free_bytes.
+        stage: import, visible or kernel. On a GPU also gpu, capability, archs, free_bytes, and
+        no_peer: other GPUs whose memory it cannot address.
     """
     begin = time.monotonic()
     try:
@@ -84,6 +85,11 @@ def look(device: str, index: int) -> dict[str, Any]:
             "capability": list(torch.cuda.get_device_capability(where)),
             "is_nvidia": torch.version.hip is None,
             "free_bytes": free_bytes,
+            "no_peer": [
+                other
+                for other in range(torch.cuda.device_count())
+                if other != index and not torch.cuda.can_device_access_peer(index, other)
+            ],
         }
     except Exception as error:  # driver errors have several types
         return {**facts, "stage": "visible", "failure": _line(error)}

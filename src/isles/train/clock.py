@@ -1,11 +1,14 @@
-"""The position of a rank within its step, for its watchdog and for the run's watchers."""
+"""The position of a rank within its step, for its watchdog and for the run's watchers, and the
+seconds of the parts of a step."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from isles.run.hang import STAGES
 
@@ -68,3 +71,51 @@ class StepClock:
             self.steps.append(took_s)
         elif before.phase == "evaluating":
             self.longest_evaluation_s = max(self.longest_evaluation_s, took_s)
+
+
+class Laps:
+    """Seconds of consecutive parts. Nothing waits for a GPU before `take`.
+
+    Args:
+        mark: notes a time, for a GPU as an event in its stream.
+        between: seconds between two marks. May wait for the second.
+    """
+
+    def __init__(
+        self,
+        mark: Callable[[], Any] = time.perf_counter,
+        between: Callable[[Any, Any], float] = lambda begin, end: end - begin,
+    ) -> None:
+        self._mark, self._between = mark, between
+        self._begin: Any = None
+        self._found: list[tuple[str, Any, Any]] = []
+
+    def begin(self) -> None:
+        """The first part begins."""
+        self._begin = self._mark()
+
+    def end(self, part: str) -> None:
+        """A part ends, and the next begins."""
+        now = self._mark()
+        self._found.append((part, self._begin, now))
+        self._begin = now
+
+    def take(self) -> list[tuple[str, float]]:
+        """Names and seconds of the parts since the last call, in order."""
+        found, self._found = self._found, []
+        return [(part, self._between(begin, end)) for part, begin, end in found]
+
+
+def gpu_laps() -> Laps:
+    """Laps of the current GPU: what its stream spends in each part."""
+
+    def mark() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def between(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    return Laps(mark, between)

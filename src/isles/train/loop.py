@@ -5,6 +5,7 @@ from __future__ import annotations
 from isles.config.sections.training import learning_rate
 from isles.errors import ExitCode, TrainingError
 from isles.outer.hub.rules import FINISHED_FIX, FINISHED_WHAT
+from isles.train.host import collect_garbage
 from isles.train.parts import Parts
 from isles.train.stop import NOW, TIME_IS_UP, Decision, StopBeforeTraining
 
@@ -66,6 +67,7 @@ def train(parts: Parts) -> ExitCode:
             parts.evaluate()
         if saves:
             parts.save(wait=bool(stop))
+        collect_garbage(progress.step)
         # Time that is up ends the run normally, with an evaluation; other stops only save.
         if stop and stop != TIME_IS_UP:
             return ExitCode(stop)

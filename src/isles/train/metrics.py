@@ -20,7 +20,7 @@ from isles.dist.world import World
 from isles.facts.gpus import find_gpu
 from isles.facts.units import format_bytes
 from isles.strategies.base import Engine
-from isles.train.clock import StepClock
+from isles.train.clock import Laps, StepClock, gpu_laps
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +35,8 @@ _STAGE_AFTER = {
 class StepMeter:
     """Adds up losses and times between two recorded steps.
 
-    On a GPU only recorded steps are timed in parts, because timing a part has to wait for the GPU.
-    Nothing else here waits for it.
+    On a GPU only recorded steps are timed in parts, by events in its stream. Only `row` waits for
+    the GPU.
 
     Args:
         flops_per_token: FLOPs of training, forward and backward. With the GPU's peak they give the
@@ -55,10 +55,9 @@ class StepMeter:
         self.parts: dict[str, float | None] | None = None
         """Seconds of the last recorded step on this rank, by part. The parts do not overlap, and
         communication includes the wait for other ranks."""
-        self._last = dict.fromkeys(PHASES, 0.0)
+        self._laps = gpu_laps() if self._cuda else Laps()
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self._begin_row()
-        self._mark_at = self._since
         self._timing = False
 
     def begin(self, *, is_recorded: bool) -> None:
@@ -67,16 +66,13 @@ class StepMeter:
         self._timing = is_recorded or not self._cuda
         if self._timing:
             self._timed += 1
-            self._mark_at = self._now()
+            self._laps.begin()
 
     def mark(self, phase: str) -> None:
         """End a phase of the step."""
         self.clock.at(_STAGE_AFTER[phase])
         if self._timing:
-            now = self._now()
-            self._last[phase] = now - self._mark_at
-            self._parts[phase] += self._last[phase]
-            self._mark_at = now
+            self._laps.end(phase)
 
     def add(self, loss_sum: torch.Tensor) -> None:
         """Add a micro-batch's summed loss on this rank."""
@@ -122,24 +118,27 @@ class StepMeter:
             blocks_s: see `Balancer.blocks_s`.
             sums: this rank's part of the method's other metrics.
         """
-        elapsed = time.perf_counter() - self._since
         if self._cuda:
             peak_bytes = float(torch.cuda.max_memory_allocated(self._world.device))
             self._compare(peak_bytes)
         else:  # memory of the whole process
             peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-        seconds = {phase: took_s / max(1, self._timed) for phase, took_s in self._parts.items()}
-        seconds["communication"] = math.nan if communication_s is None else communication_s
         summed = {"loss": self._loss, **sums}
         # The host waits for the GPU here, so only recorded steps may come here.
         losses = {name: float(value.item()) for name, value in summed.items()}
-        passes = self._last["forward_backward"], blocks_s
+        elapsed, laps = time.perf_counter() - self._since, self._laps.take()
+        # Of the last step, as later laps replace earlier ones.
+        last = {**dict.fromkeys(PHASES, 0.0), **dict(laps)}
+        totals = {phase: sum(took_s for of, took_s in laps if of == phase) for phase in PHASES}
+        seconds = {phase: took_s / max(1, self._timed) for phase, took_s in totals.items()}
+        seconds["communication"] = math.nan if communication_s is None else communication_s
+        passes = last["forward_backward"], blocks_s
         ranks = self._world.gather((seconds, losses, peak_bytes, passes))
         waited_s = communication_s
         if waited_s is None:
             waited_s = waiting_s(passes, [of for *_, of in ranks])
         own_s = max(0.0, passes[0] - (waited_s or 0.0))
-        self.parts = {**self._last, "forward_backward": own_s, "communication": waited_s}
+        self.parts = {**last, "forward_backward": own_s, "communication": waited_s}
         means = {name: sum(of[name] for of, *_ in ranks) / len(ranks) for name in seconds}
         communication = None if math.isnan(means["communication"]) else means["communication"]
         tokens_per_second = self._tokens / elapsed
@@ -176,15 +175,7 @@ class StepMeter:
         self._loss.zero_()
         self._tokens = self._loss_divisor = self._steps = self._timed = 0
         self._padding = 0.0
-        self._parts = dict.fromkeys(PHASES, 0.0)
         self._since = time.perf_counter()
-
-    def _now(self) -> float:
-        if self._cuda:
-            # Kernels run after the call that starts them: without this, a part would be timed too
-            # short.
-            torch.cuda.synchronize(self._world.device)
-        return time.perf_counter()
 
 
 def waiting_s(

@@ -32,6 +32,7 @@ from isles.run.restarts import LastStep, read_last_step, read_restart
 from isles.train.build import build
 from isles.train.finish import finish
 from isles.train.hang import watching
+from isles.train.host import bind_to_gpu, collecting_at_steps
 from isles.train.logs import log_of_rank
 from isles.train.loop import finish_together, train
 from isles.train.record import Recorder, check_outside
@@ -118,6 +119,7 @@ def _train(
     checkpoint, uploader = find_checkpoint_to_load(saving, run_dir, resume_from, world, recorder)
     number = attempt.number
     parts = build(resolved, run_dir, world, recorder, signals, checkpoint, disks, number, uploader)
+    bind_to_gpu(world)
     signals.training_begins()
     recorder.step_done(parts.progress.step)
     recorder.phase("training")
@@ -133,7 +135,8 @@ def _train(
         parts.shown,
     ):
         try:
-            code = ExitCode(finish_together(parts)) or train(parts)
+            with collecting_at_steps():
+                code = ExitCode(finish_together(parts)) or train(parts)
         except BaseException:
             parts.close(is_over=False)
             raise

@@ -17,7 +17,7 @@ from isles.check.finding import Finding, Level
 from isles.check.plan import NodePlan
 from isles.facts.units import format_bytes, format_duration, plural
 from isles.launch.ssh.facts import reached_at
-from isles.run.env import usable_cores
+from isles.run.env import is_wsl, usable_cores
 from isles.run.limits import memory
 
 _GIB, _MIB = 1 << 30, 1 << 20
@@ -25,7 +25,7 @@ _RANK_BYTES = _GIB
 """Memory of a rank without the model: Python, torch and its libraries."""
 _SHM_BAD, _SHM_LOW = 32 * _MIB, 512 * _MIB
 _SKEW_WARNING_S, _SKEW_ERROR_S = 2.0, 30.0
-_RANK_THREADS, _RANK_FILES = 200, 64
+_RANK_THREADS, _RANK_FILES = 200, 8
 _PINNED = 64 * _MIB
 
 
@@ -35,7 +35,11 @@ def machine(plan: NodePlan) -> Iterator[Finding]:
         system = platform.freedesktop_os_release().get("PRETTY_NAME", platform.system())
     except OSError:
         system = f"{platform.system()} {platform.release()}"
-    yield Finding("os.kernel", "ok", plan.name, f"{system}, Linux {platform.release()}", system)
+    text = f"{system}, Linux {platform.release()}"
+    if is_wsl():
+        text += ", in WSL2: ranks use fixed memory segments, and pinned memory is limited"
+        system = f"{system} (WSL2)"
+    yield Finding("os.kernel", "ok", plan.name, text, system)
     yield _memory(plan)
     yield _cores(plan)
     yield _shm(plan)
@@ -91,8 +95,8 @@ def _shm(plan: NodePlan) -> Finding:
 
 def _limits(plan: NodePlan) -> Iterator[Finding]:
     needed = 512 + _RANK_FILES * plan.world_size
-    now = "ulimit -n 65536"
-    yield _limit(plan, "nofile", resource.RLIMIT_NOFILE, needed, "open files", now)
+    # Only root can raise a hard limit.
+    yield _limit(plan, "nofile", resource.RLIMIT_NOFILE, needed, "open files", "")
     # The limit counts all threads of this user.
     threads = 0
     for process in psutil.process_iter(["uids", "num_threads"]):
@@ -117,13 +121,15 @@ def _limits(plan: NodePlan) -> Iterator[Finding]:
 
 
 def _limit(plan: NodePlan, kind: str, number: int, needed: int, what: str, now: str) -> Finding:
-    most = resource.getrlimit(number)[0]
+    # Ranks raise their limit of open files to the hard limit.
+    most = resource.getrlimit(number)[number == resource.RLIMIT_NOFILE]
     level: Level = "ok"
     text, measured, fix = f"at most {most} {what}", str(most), ""
     if most == resource.RLIM_INFINITY:
         text, measured = f"no limit of {what}", "unlimited"
     elif most < needed:
-        level, fix = "warning", f"{now} before the start; or permanently {_for_good(kind, '65536')}"
+        level, fix = "warning", _for_good(kind, "65536")
+        fix = f"{now} before the start; or permanently {fix}" if now else fix
     return Finding(f"limits.{kind}", level, plan.name, text, measured, str(needed), fix)
 
 

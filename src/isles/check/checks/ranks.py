@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from isles.check.checks.links import bit_rate, short_time
@@ -43,6 +43,17 @@ _NEEDED = (
     "gpu.count",
 )
 """Findings whose errors make an all-reduce hang."""
+
+_WITHOUT = (
+    ({"NCCL_P2P_DISABLE": "1"}, "without direct copies between GPUs"),
+    (
+        {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
+        "without direct copies between GPUs and without shared memory",
+    ),
+)
+"""Variables that may help if NCCL hangs or gives a wrong sum, and how NCCL works then.
+
+GeForce GPUs, an IOMMU or ACS can be the cause: see the troubleshooting page of NCCL."""
 
 _STAGES = {
     "store": "while meeting at rank 0",
@@ -86,7 +97,10 @@ class CheckRanks:
         found = self._answers(timeout_s)
         versions = {key: found[0].get(key) for key in ("torch", "cuda", "nccl")}
         findings = [asdict(finding) for finding in torch_findings(own, found)]
-        return {"findings": findings, "versions": versions}
+        no_peer = [
+            (index, other) for index, rank in enumerate(found) for other in rank.get("no_peer", ())
+        ]
+        return {"findings": findings, "versions": versions, "no_peer": no_peer}
 
     def reduce(self, commands: list[dict[str, Any]], timeout_s: float) -> dict[str, Any]:
         """Run `isles.train.check_rank.reduce` on each rank. Returns their answers."""
@@ -153,10 +167,20 @@ def torch_findings(plan: NodePlan, ranks: list[dict[str, Any]]) -> Iterator[Find
     yield Finding("torch.imports", "ok", plan.name, f"torch {ranks[0]['torch']}", seconds)
     if plan.device == "cuda":
         where = "its GPU" if len(ranks) == 1 else f"each of its {len(ranks)} GPUs"
-        yield Finding("gpu.visible", "ok", plan.name, f"torch sees {where}")
+        yield _visible(plan, where, ranks[0])
         text = f"a kernel ran on {where}, with the right result"
         yield Finding("gpu.kernel", "ok", plan.name, text)
         yield from _without_bf16(plan, ranks)
+
+
+def _visible(plan: NodePlan, where: str, first: dict[str, Any]) -> Finding:
+    text = f"torch sees {where}"
+    if first.get("is_nvidia", True):
+        return Finding("gpu.visible", "ok", plan.name, text)
+    text += f" through ROCm {first['cuda']}. isles was never run on an AMD GPU, and packed rows "
+    text += "have no variable-length attention there"
+    fix = "run isles check --smoke, which trains three steps, and compare first losses with a CPU"
+    return Finding("gpu.visible", "warning", plan.name, text, "ROCm", "CUDA", fix)
 
 
 def _without_bf16(plan: NodePlan, ranks: list[dict[str, Any]]) -> Iterator[Finding]:
@@ -219,7 +243,7 @@ def _pip(index: str) -> str:
 
 def try_reduce(hosts: Hosts) -> None:
     """Run an all-reduce over all ranks, unless earlier findings make it hang."""
-    names, timeout_s = hosts.names, hosts.extent.timeout_s
+    names = hosts.names
     bad = [f for f in hosts.findings if f.level == "error" and f.id in _NEEDED]
     if bad or not hosts.reach or len(names) < len(hosts.facts):
         why = f"{bad[0].where}: {bad[0].text}" if bad else "hosts are missing"
@@ -227,11 +251,53 @@ def try_reduce(hosts: Hosts) -> None:
         hosts.findings.append(Finding("reduce.works", "warning", "all hosts", text, fix=fix))
         return
     hosts.print_line("adding up tensors over all ranks")
+    found = _reduce(hosts, {})
+    bad = [finding for finding in found if finding.level == "error"]
+    has_pairs = hosts.device == "cuda" and max(hosts.nproc.values()) > 1
+    if bad and has_pairs and not any(f.measured == "store" for f in bad):
+        found = _reduce_without(hosts, bad)
+    hosts.findings += found
+
+
+def _reduce_without(hosts: Hosts, bad: list[Finding]) -> list[Finding]:
+    # The same all-reduce in new processes, each time without one more way between GPUs. Returns
+    # the finding with the first that works, otherwise `bad`.
+    names, timeout_s = hosts.names, hosts.extent.timeout_s
+    for variables, how in _WITHOUT:
+        hosts.print_line(f"again {how}")
+        hosts.ask("end_ranks", finding_id="host.answers")()
+        started = hosts.ask(
+            "ranks",
+            lambda name: {**hosts.plan(name), "timeout_s": timeout_s - 2},
+            timeout_s=timeout_s,
+        )()
+        found = _reduce(hosts, variables)
+        is_good = found and not any(finding.level == "error" for finding in found)
+        if not is_good or hosts.names != names:
+            continue
+        text = f"{bad[0].text}; it works {how}"
+        pairs = [
+            f"{a} and {b} of {name}"
+            for name, own in started.items()
+            for a, b in own["no_peer"]
+            if a < b
+        ]
+        text += f". GPUs {', '.join(pairs)} have no peer access" if pairs else ""
+        own = {**hosts.run.cluster.environment.variables, **variables}
+        lines = ", ".join(f'{key}: "{value}"' for key, value in own.items())
+        fix = f"set clusters.0.environment.variables to {{{lines}}}, or update the GPUs' driver"
+        return [replace(bad[0], text=text, measured=" ".join(variables), fix=fix)]
+    tried = "; NCCL_P2P_DISABLE=1 and NCCL_SHM_DISABLE=1 did not help"
+    return [replace(finding, text=finding.text + tried) for finding in bad]
+
+
+def _reduce(hosts: Hosts, variables: Mapping[str, str]) -> list[Finding]:
+    names, timeout_s = hosts.names, hosts.extent.timeout_s
     asked = {"port": hosts.run.cluster.network.port}
     free = hosts.ask("facts", asked, only=names[:1])()
     if not free:
-        return
-    commands = _commands(hosts, free[names[0]]["port"])
+        return []
+    commands = _commands(hosts, free[names[0]]["port"], variables)
     answers = hosts.ask(
         "reduce",
         lambda name: {"commands": commands[name], "timeout_s": timeout_s - 2},
@@ -242,10 +308,12 @@ def try_reduce(hosts: Hosts) -> None:
     least = [f for f in hosts.findings if f.id == own_id and f.level == "ok"]
     expected = (least[0].measured if len(names) > 1 else least[0].limit) if least else ""
     network = hosts.run.cluster.network
-    hosts.findings += reduce_findings(answers, commands, network, expected=expected)
+    return list(reduce_findings(answers, commands, network, expected=expected))
 
 
-def _commands(hosts: Hosts, port: int) -> dict[str, list[dict[str, Any]]]:
+def _commands(
+    hosts: Hosts, port: int, variables: Mapping[str, str]
+) -> dict[str, list[dict[str, Any]]]:
     # Arguments of `isles.train.check_rank.reduce` for each rank of each host.
     names, network, device = hosts.names, hosts.run.cluster.network, hosts.device
     world_size = sum(hosts.nproc[name] for name in names)
@@ -261,7 +329,7 @@ def _commands(hosts: Hosts, port: int) -> dict[str, list[dict[str, Any]]]:
                 "port": port,
                 "backend": "nccl" if device == "cuda" else "gloo",
                 "index": index,
-                "variables": network_variables(network, interface, device),
+                "variables": {**network_variables(network, interface, device), **variables},
                 "sizes": _GPU_SIZES if device == "cuda" else _CPU_SIZES,
                 "timeout_s": min(_MEET_S, hosts.extent.timeout_s / 2),
             }

@@ -39,6 +39,7 @@ from isles.launch.ssh.hosts import (
     resolve_ranks,
 )
 from isles.launch.worker import NEEDED_TO_TRAIN
+from isles.run.limits import raise_open_files
 from isles.run.nodes import Fleet, FleetNode
 from isles.run.paths import RunDir
 from isles.run.process import ProcessId, handled
@@ -62,6 +63,7 @@ def start_ssh(loaded: Loaded, launcher: SshLauncherConfig, options: StartOptions
     """
     cluster = loaded.config.clusters[0]
     workdir = cluster.workdir or str(Path.cwd())
+    raise_open_files()  # each host takes three pipes
     with interruptible() as hand_back, ExitStack() as stack:
         if cluster.sync and (text := sync_hosts(loaded, cluster.sync, workdir, options)):
             return text

@@ -13,6 +13,7 @@ from isles.facts.units import format_duration, printable
 from isles.monitor.live.model import HostRow, LinkRow, RankRow, StepSeconds
 from isles.monitor.live.waits import Stage, Step, Waits, late
 from isles.monitor.status import RunReport
+from isles.run.cards import POWER_LIMIT
 from isles.run.manifest import number_of as name_number
 from isles.run.restarts import Restart
 from isles.run.state import number_of
@@ -27,7 +28,6 @@ RANK_SILENT_S = 8.0
 SAMPLE_OLD_S = 15.0
 """An agent samples its node every two seconds, unless a driver or a disk does not answer."""
 
-_POWER_LIMIT = "its power limit"
 _SLOW_CLOCK = 0.85
 """Any busy GPU is at its power limit. Such a GPU counts as throttled if its clock is below this
 part of the clocks of equal GPUs."""
@@ -324,7 +324,7 @@ def _slow_cards(rows: Sequence[RankRow]) -> dict[int, str]:
         if not row.throttle:
             continue
         usual = statistics.median(clocks.get(row.device) or [0.0])
-        if row.throttle == _POWER_LIMIT and (row.clock_mhz or usual) >= _SLOW_CLOCK * usual:
+        if row.throttle == POWER_LIMIT and (row.clock_mhz or usual) >= _SLOW_CLOCK * usual:
             continue
         figures = [f"{row.temperature_c:.0f} °C"] if row.temperature_c is not None else []
         figures += [f"{row.power_w:.0f} W"] if row.power_w is not None else []

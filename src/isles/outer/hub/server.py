@@ -25,6 +25,7 @@ from isles.outer.hub.rules import Settings
 from isles.outer.hub.work import HubWork
 from isles.run.entry import make_own_folder, open_own_file
 from isles.run.join_line import SECRET_BYTES, JoinLine, encode
+from isles.run.limits import raise_open_files
 from isles.run.records import write_secret
 
 log = logging.getLogger(__name__)
@@ -69,9 +70,7 @@ class Server:
             CommunicationError: the address is not this machine's, or the port is in use.
         """
         self.work.run = run
-        with suppress(OSError, ValueError):  # each connection needs a file handle
-            most = self._limit[1]
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        raise_open_files()  # each connection needs a file handle
         token = (self.folder / "token").read_text().strip()
         # Invalid data of unknown senders is not logged; failures of the hub are logged in
         # routes.py.

@@ -8,14 +8,16 @@ from typing import Any, Protocol
 
 from isles.run.env import visible_devices
 
+POWER_LIMIT = "its power limit"
+"""Cause of throttling that is usual under full load."""
+
 _REASONS = (
     (0x20 | 0x40, "heat"),
     (0x80, "the power supply"),
     (0x8, "the hardware"),
-    (0x4, "its power limit"),
+    (0x4, POWER_LIMIT),
 )
-"""Bits of nvmlClocksEventReasons (nvml.h), the most serious first; the last is usual under full
-load."""
+"""Bits of nvmlClocksEventReasons (nvml.h), the most serious first."""
 
 _ALL_LINKS = 0xFFFFFFFF
 """The scope of a field that is summed over all NVLinks (nvml.h: UINT_MAX)."""
@@ -27,6 +29,9 @@ class GpuReader(Protocol):
     def read(self) -> list[dict[str, Any]]:
         """Metrics of each GPU, in the order of the local ranks; None: the driver does not report
         it."""
+
+    def speed(self, position: int) -> tuple[float | None, str]:
+        """Clock in MHz and cause of throttling, or empty, of the GPU of a local rank. Cheap."""
 
 
 def find_cards(count: int) -> GpuReader | None:
@@ -70,6 +75,14 @@ class NvidiaCards:
         self._turn += 1
         return found
 
+    def speed(self, position: int) -> tuple[float | None, str]:
+        _, card = self._cards[position]
+        reasons = self._get("nvmlDeviceGetCurrentClocksEventReasons", card)
+        if reasons is None:  # a driver before 535
+            reasons = self._get("nvmlDeviceGetCurrentClocksThrottleReasons", card)
+        clock_mhz = self._get("nvmlDeviceGetClockInfo", card, self._nvml.NVML_CLOCK_SM)
+        return clock_mhz, next((why for bits, why in _REASONS if (reasons or 0) & bits), "")
+
     def _read(self, position: int) -> dict[str, Any]:
         nvml, (index, card) = self._nvml, self._cards[position]
         uuid, name = self._about[position]
@@ -80,9 +93,7 @@ class NvidiaCards:
         if degrees is None:  # a driver before 570
             degrees = self._get("nvmlDeviceGetTemperature", card, sensor)
         milliwatts = self._get("nvmlDeviceGetPowerUsage", card)
-        reasons = self._get("nvmlDeviceGetCurrentClocksEventReasons", card)
-        if reasons is None:  # a driver before 535
-            reasons = self._get("nvmlDeviceGetCurrentClocksThrottleReasons", card)
+        clock_mhz, throttle = self.speed(position)
         if self._turn % len(self._cards) == position:
             # Each call takes the driver 20 ms, and other calls to the GPU wait for it.
             self._buses[position] = self._bus(card, "RX"), self._bus(card, "TX")
@@ -97,8 +108,8 @@ class NvidiaCards:
             "memory_total_bytes": None if memory is None else int(memory.total),
             "temperature_c": degrees,
             "power_w": None if milliwatts is None else milliwatts / 1000,
-            "clock_mhz": self._get("nvmlDeviceGetClockInfo", card, nvml.NVML_CLOCK_SM),
-            "throttle": next((why for bits, why in _REASONS if (reasons or 0) & bits), ""),
+            "clock_mhz": clock_mhz,
+            "throttle": throttle,
             "pcie_in": pcie_in,
             "pcie_out": pcie_out,
             "nvlink_in": nvlink_in,
@@ -176,9 +187,15 @@ class AmdCards:
             raise LookupError("no GPU")
 
     def read(self) -> list[dict[str, Any]]:
-        return [self._read(index, card) for index, card in self._cards]
+        return [self._read(position) for position in range(len(self._cards))]
 
-    def _read(self, index: int, card: Any) -> dict[str, Any]:
+    def speed(self, position: int) -> tuple[float | None, str]:
+        _, card = self._cards[position]
+        kind = self._smi.AmdSmiClkType.GFX
+        return self._number("amdsmi_get_clock_info", card, kind, key="clk"), ""
+
+    def _read(self, position: int) -> dict[str, Any]:
+        index, card = self._cards[position]
         smi = self._smi
         use = self._number("amdsmi_get_gpu_activity", card, key="gfx_activity")
         memory = {
@@ -189,6 +206,7 @@ class AmdCards:
         power = self._number("amdsmi_get_power_info", card, key="current_socket_power")
         if power is None:  # a GPU older than the MI300
             power = self._number("amdsmi_get_power_info", card, key="average_socket_power")
+        clock_mhz, throttle = self.speed(position)
         sensor = smi.AmdSmiTemperatureType.HOTSPOT, smi.AmdSmiTemperatureMetric.CURRENT
         return {
             "index": index,
@@ -199,10 +217,8 @@ class AmdCards:
             "memory_total_bytes": total,
             "temperature_c": self._get("amdsmi_get_temp_metric", card, *sensor),
             "power_w": power,
-            "clock_mhz": self._number(
-                "amdsmi_get_clock_info", card, smi.AmdSmiClkType.GFX, key="clk"
-            ),
-            "throttle": "",
+            "clock_mhz": clock_mhz,
+            "throttle": throttle,
             **dict.fromkeys(("pcie_in", "pcie_out", "nvlink_in", "nvlink_out")),
         }
 
