@@ -281,13 +281,14 @@ def test_blocks_of_every_size_and_place_give_the_recorded_bits(how, *, monkeypat
     """On a CPU through the buffers that a GPU needs. On a GPU: tests/gpu/test_outer.py."""
     if how == "staged in small blocks":
         monkeypatch.setattr(staging, "_GPU_NUMBERS", 9000)
-    for codec, recorded in RECORDED.items():
+    codecs = [c for c in RECORDED if how == "as it is" or not parse_codec(c).needs_cpu]
+    for codec in codecs:
         on = Staging(torch.device("cpu"), is_staged=how != "as it is")
         if how == "without memory on the GPU":
             fill_up(on, monkeypatch)
-        assert whole_history(codec, on) == recorded, codec
+        assert whole_history(codec, on) == RECORDED[codec], codec
     said = caplog.text.count("so the CPU computes the outer steps from now on")
-    assert said == (len(RECORDED) if how == "without memory on the GPU" else 0)
+    assert said == (len(codecs) if how == "without memory on the GPU" else 0)
 
 
 def fill_up(on: Staging, monkeypatch: pytest.MonkeyPatch) -> None:

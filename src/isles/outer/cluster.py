@@ -29,7 +29,7 @@ from isles.outer.staging import Staging
 from isles.outer.state_file import state_head
 
 _BUCKET_NUMBERS = 1 << 26
-"""Numbers that ranks exchange at once: 256 MiB in fp32."""
+"""Numbers of one exchange between ranks: 256 MiB in fp32."""
 
 
 class Weights(Protocol):

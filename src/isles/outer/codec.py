@@ -212,7 +212,7 @@ def _encode_blocks(x: Tensor, out: Tensor, bits: int) -> None:
     for start, stop in _slabs(x):
         part = x[..., start:stop]
         missing = (start - stop) % block
-        rows = (pad(part, (0, missing)) if missing else part).unflatten(-1, (-1, block))
+        rows = torch.unflatten(pad(part, (0, missing)) if missing else part, -1, (-1, block))
         scale = rows.abs().amax(-1).mul_(1.0 / _LEVELS[bits])
         # In bf16, and rounded up, so that the largest number stays within the levels.
         scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000)
@@ -237,8 +237,11 @@ def _decode_blocks(data: Tensor, out: Tensor, bits: int) -> None:
     for start, stop in _slabs(out):
         part = out[..., start:stop]
         part.copy_(codes[..., start:stop])
-        factors = scales[..., start // block : -(-stop // block)].repeat_interleave(block, -1)
-        part.mul_(factors[..., : stop - start])
+        factors = scales[..., start // block : -(-stop // block)].unsqueeze(-1)
+        blocks = (stop - start) // block
+        rows = torch.unflatten(part[..., : blocks * block], -1, (blocks, block))
+        rows.mul_(factors[..., :blocks, :])
+        part[..., blocks * block :].mul_(factors[..., -1, :])
 
 
 def _slabs(x: Tensor) -> Iterator[tuple[int, int]]:

@@ -17,15 +17,15 @@ T = TypeVar("T")
 
 _CPU = torch.device("cpu")
 _CPU_NUMBERS, _GPU_NUMBERS = 1 << 20, 1 << 24
-"""Numbers of a block. A CPU's cache should keep the block. On a GPU, about ten blocks of fp32 take
-memory beside a training step, and a block is large enough for the speed of PCIe."""
+"""Numbers of a block. A CPU's cache should keep the block. On a GPU, about ten blocks of fp32 need
+memory while a training step runs. A block of this size reaches the speed of PCIe."""
 
 
 class Staging:
     """Copies blocks of main memory to a device and back. Not thread-safe.
 
-    For a GPU, two pinned buffers take turns: the GPU copies one of them while the CPU uses the
-    other. The memory of the state itself stays pageable. On other devices, nothing is staged.
+    For a GPU, two pinned buffers take turns: the GPU copies the first while the CPU uses the
+    second. The memory of the state itself stays pageable. On other devices, nothing is staged.
 
     Args:
         device: the device that computes.
@@ -65,7 +65,7 @@ class Staging:
         if not self._is_cuda:
             return nullcontext()
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         return torch.cuda.stream(self._stream)
 
     def compute(
@@ -127,7 +127,7 @@ class Staging:
     def _parts(self, source: Tensor, goal: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         numbers = 4 * _GPU_NUMBERS // source.element_size()
         own, other = source.view(-1), goal.view(-1)
-        yield from zip(own.split(numbers), other.split(numbers), strict=True)
+        yield from zip(torch.split(own, numbers), torch.split(other, numbers), strict=True)
 
     def _next(self) -> _Buffer:
         if not self._buffers:
@@ -143,7 +143,7 @@ class _Buffer:
     def __init__(self, device: torch.device) -> None:
         self._device, self._copied = device, None
         if device.type == "cuda":
-            self._copied = torch.cuda.Event()
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._bytes = torch.empty(
             4 * _GPU_NUMBERS, dtype=torch.uint8, pin_memory=device.type == "cuda"
         )

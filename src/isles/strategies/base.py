@@ -296,10 +296,10 @@ def _gather_rows(values: Sequence[DTensor], device: torch.device) -> list[Tensor
     # As torch.chunk shards: the last shards may have fewer rows, or none.
     sizes = [-(-value.shape[0] // ranks) * (value.numel() // value.shape[0]) for value in values]
     own = torch.zeros(sum(sizes), device=device)
-    for value, part in zip(values, own.split(sizes), strict=True):
+    for value, part in zip(values, torch.split(own, sizes), strict=True):
         local = value.to_local().reshape(-1)
         part[: local.numel()].copy_(local)
     gathered = own.new_empty(ranks * own.numel())
     dist.all_gather_into_tensor(gathered, own, group=mesh.get_group(axis))
-    parts = zip(values, gathered.view(ranks, -1).split(sizes, dim=1), strict=True)
+    parts = zip(values, torch.split(gathered.view(ranks, -1), sizes, dim=1), strict=True)
     return [part.reshape(-1)[: value.numel()].view(value.shape) for value, part in parts]

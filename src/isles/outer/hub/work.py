@@ -62,7 +62,7 @@ class HubWork:
     Args:
         folder: state directory; an existing state is continued.
         settings: settings of the run.
-        threads: pieces to compute at the same time, beside the threads of torch in each.
+        threads: pieces to compute at the same time. torch may use more threads for each.
     """
 
     def __init__(self, folder: Path, settings: Settings, *, threads: int = 1) -> None:
