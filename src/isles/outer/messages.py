@@ -445,7 +445,14 @@ class End:
     version: int
 
 
-Command = Contribute | Apply | Adopt | SendState | Reset | Lease | Revoke | UseReserve | End
+@dataclass(frozen=True, slots=True)
+class Delay:
+    """Take this many inner steps while an average is on its way; see `outer.delay`."""
+
+    steps: int
+
+
+Command = Contribute | Apply | Adopt | SendState | Reset | Lease | Revoke | UseReserve | End | Delay
 
 
 # Files.
