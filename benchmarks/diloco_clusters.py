@@ -258,7 +258,7 @@ def open_meeting(
         folder,
         outer,
         schedule,
-        delay=outer.delay if setting.has_fragments else 0,
+        delay=outer.delay if setting.has_fragments and outer.delay != "auto" else 0,
         alpha=outer.alpha,
         contributed=[[0] * len(replicas) for _ in range(num_fragments)],
     )

@@ -38,20 +38,20 @@ class Fault:
 _TABLE = r"""
 = the pseudo-gradient has the other sign
 outer/diloco.py unit/test_outer_diloco.py
-- self.piece(self.outer_param, index) - self.piece(self.snapshot, index)
-+ self.piece(self.snapshot, index) - self.piece(self.outer_param, index)
+- on.bring(block.rows(self.outer_param)) - on.bring(block.rows(snapshot))
++ on.bring(block.rows(snapshot)) - on.bring(block.rows(self.outer_param))
 = the outer momentum is not Nesterov's
 outer/diloco.py unit/test_outer_diloco.py
 - gradient.add_(velocity * self._settings.momentum)
 + gradient.copy_(velocity)
 = what an encoding left out is forgotten
 outer/diloco.py unit/test_outer_diloco.py
-- torch.sub(update, sent, out=self.piece(error, index))
-+ self.piece(error, index).zero_()
+- torch.sub(update, sent, out=error)
++ error.zero_()
 = an average ignores the weights of the clusters
 outer/average.py unit/test_outer_codec.py
 - total.add_(one.mul_(weight))
-+ total.add_(one.mul_(1.0 / len(parts)))
++ total.add_(one.mul_(1.0 / len(weights)))
 = a permutation may leave its range
 data/order.py unit/test_data_loader.py
 - outside = np.flatnonzero(placed >= n)

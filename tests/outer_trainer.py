@@ -48,11 +48,14 @@ class Numbers:
     def trained_shapes(self) -> dict[str, torch.Size]:
         return {name: value.shape for name, value in self.values.items()}
 
-    def whole_weight(self, name: str) -> Tensor:
-        return self.values[name]
+    def whole_weights(self, names: Sequence[str]) -> list[Tensor]:
+        return [self.values[name] for name in names]
 
     def set_whole_weight(self, name: str, value: Tensor) -> None:
         self.values[name].copy_(value.view_as(self.values[name]))
+
+    def add_to_weight(self, name: str, value: Tensor) -> None:
+        self.values[name].add_(value.view_as(self.values[name]))
 
     def weights_set(self) -> None:
         pass

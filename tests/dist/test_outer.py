@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from isles.checkpoint.load import load_tensors
 from isles.checkpoint.save import stage, write_shards
@@ -212,6 +213,42 @@ def test_every_strategy_keeps_the_bits_of_one_rank_under_ddp(run_file, tmp_path,
             assert other[case][1][:4] == pytest.approx(figures[:4], rel=0.05), case
             rounded = 1e-4 if case == "zero2" else 1e-6  # all of the model in bf16
             assert other[case][1][-1] == pytest.approx(figures[-1], rel=rounded), case
+
+
+def count_exchanges(env: RankEnv, run_file: Path, folder: Path) -> dict[str, Any]:
+    """What a cluster under fsdp sends to read its weights, and to change them."""
+    world = join_world(env, device="cpu", timeout_s=TIMEOUT_S)
+    side = Side(run_file, world, "{kind: fsdp}", "int8", fragments=1)
+    cluster, part = side.cluster, folder / "part"
+    found: dict[str, Any] = {"pieces": len(side.layout.fragments[0].pieces)}
+    for way in ("on_time", "late"):
+        side.train(1)
+        before = {name: value.clone() for name, value in side.weights().items()}
+        with CommDebugMode() as reading:
+            cluster.snapshot(0)
+        cluster.encode(0, part)
+        average = side.average(0, [(part, 1.0)], folder / "average")
+        if way == "late":
+            cluster.drop(0)
+        cluster.advance(0, average, 1, way)
+        with CommDebugMode() as writing:
+            cluster.give(0)
+        found[way] = [
+            {str(op).rpartition(".")[2]: n for op, n in calls.get_comm_counts().items()}
+            for calls in (reading, writing)
+        ]
+        assert difference(before, side.weights()) > 0
+    leave_world()
+    return found
+
+
+def test_weights_travel_in_buckets(run_file, tmp_path):
+    """Rows of the table in tests/unit/test_counts.py; a bucket has more than this model."""
+    give_weights(run_file)
+    for found in run_ranks(count_exchanges, 2, run_file, tmp_path):
+        assert found.pop("pieces") > 30
+        read, written = {"_allgather_base_": 1}, {"broadcast_": 2}  # one of each owner
+        assert found == {"on_time": [read, written], "late": [read, written]}
 
 
 def what_is_owed(cluster: Cluster) -> dict[str, str]:

@@ -160,6 +160,31 @@ def test_unequal_clusters_keep_the_same_weights_through_a_kill(site: Site) -> No
 
 
 @pytest.mark.long
+def test_a_measured_delay_hides_averages_and_stays_after_a_resume(site: Site) -> None:
+    """The transfers of a tiny model take longer than its steps. Each cluster decides by itself."""
+    outer = "sync_every: 8, fragments: 2, delay: auto, codec: int8, deadline: 200s"
+    resume, kept = dict.fromkeys("ab", "auto"), []
+    with site.hub(min_clusters=2):
+        for max_steps in (24, 40):
+            more = f"training.max_steps={max_steps}"
+            started = {
+                name: site.start(name, ranks, outer, *strategy, more, resume=resume[name])
+                for name, ranks, strategy in (("a", 2, FSDP), ("b", 1, ()))
+            }
+            for name, (run_dir, gang) in started.items():
+                assert gang.wait() == [0] * (2 if name == "a" else 1)
+                resume[name] = str(run_dir.path)
+            manifests = [list_checkpoints(run)[-1].manifest for run, _ in started.values()]
+            kept.append([int(manifest.get("outer")["delay"]) for manifest in manifests])
+    assert kept[0] == kept[1] and all(1 <= delay <= 2 for delay in kept[0])
+    a, b = (run_dir for run_dir, _ in started.values())
+    modes = [row["mode"] for row in turns_of(a).values()]
+    assert "overlap" not in modes[:4] and "overlap" in modes[4:]
+    assert digests_of(a) == digests_of(b)
+    assert have_the_same_weights(a, b)
+
+
+@pytest.mark.long
 def test_zero3_and_hsdp_keep_the_same_weights_through_a_resume(site: Site) -> None:
     """Two fragments, a step late; then the run is made longer, on other numbers of ranks."""
     outer = "sync_every: 4, fragments: 2, delay: 1, codec: int4, deadline: 200s"

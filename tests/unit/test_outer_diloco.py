@@ -14,9 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from isles.outer import staging
 from isles.outer.codec import Codec, UnsoundUpdateError, parse_codec
-from isles.outer.diloco import FragmentShare, OuterSettings, clip_scale, square_sum, total_norm
+from isles.outer.diloco import FragmentShare, OuterSettings, clip_scale, square_sums, total_norm
 from isles.outer.layout import ParamSlice
+from isles.outer.staging import Staging
 from tests.deadline import run_program
 from tests.each import each
 from tests.outer_trainer import mean as mean_of_pieces
@@ -24,6 +26,7 @@ from tests.outer_trainer import mean as mean_of_pieces
 COUNTS = (1000, 4096, 1, 333)
 PIECES = [ParamSlice("w", sum(COUNTS[:i]), count) for i, count in enumerate(COUNTS)]
 TOTAL = sum(COUNTS)
+CPU = Staging(torch.device("cpu"))
 PLAIN = OuterSettings(lr=1.0, momentum=0.0)
 CODECS = ("none", "bf16", "int8", "int4", "topk")
 
@@ -37,15 +40,13 @@ class One:
 
     def __init__(self, codec: str, settings: OuterSettings) -> None:
         self.codec = parse_codec(codec)
-        self.share = FragmentShare(PIECES, self.codec, settings, is_pinned=False)
+        self.share = FragmentShare(PIECES, self.codec, settings)
         self.share.outer_param.copy_(normal(0))
         self.local = self.share.outer_param.clone()
 
     def contribute(self) -> bytes:
-        own = self.share.split(self.local)
-        for part, values in zip(self.share.begin_snapshot(), own, strict=True):
-            part.copy_(values)
-        self.share.encode()
+        self.share.begin_snapshot().copy_(self.local)
+        self.share.encode(CPU)
         return bytes(self.share.encoded.numpy().tobytes())
 
     def learn(self, seed: int) -> None:
@@ -54,7 +55,7 @@ class One:
     def apply(self, average: bytes, mode: Any, num_parts: int = 1, **more: Any) -> None:
         data = torch.frombuffer(bytearray(average), dtype=torch.uint8)
         how = {"alpha": 0.0, "scale": 1.0, **more}
-        move = self.share.step(data, num_parts, mode, **how)
+        move = self.share.step(data, num_parts, mode, CPU, **how)
         if move is None:
             self.local.copy_(self.share.outer_param)
         else:
@@ -197,8 +198,11 @@ def test_overlap_goes_a_part_of_the_way():
 def test_norms():
     for n in (1, 2, 3, 1000, 65536, 65537, 200_001):
         x = torch.randn(n)
-        assert math.isclose(square_sum(x), float(x.double().square().sum()), rel_tol=1e-12)
-    assert math.isnan(square_sum(torch.tensor([1.0, torch.nan])))
+        exact = float(x.double().square().sum())
+        assert square_sums(x.view(1, -1)) == pytest.approx([exact], rel=1e-12)
+        both = torch.stack([x, 2 * x])
+        assert square_sums(both) == [*square_sums(both[:1]), *square_sums(both[1:])]
+    assert math.isnan(square_sums(torch.tensor([[1.0, torch.nan]]))[0])
     assert clip_scale(2.0, 1.0) == 0.5 and clip_scale(0.5, 1.0) == clip_scale(9.0, None) == 1.0
     assert total_norm([9.0, 16.0]) == 5.0
 
@@ -225,18 +229,93 @@ def test_a_contribution_from_a_checkpoint_is_encoded_again_to_the_same_bytes():
     assert float(owed[0].abs().max()) > 0 and torch.equal(*owed)
 
 
+RECORDED = {
+    "none": "3a3adf93d5e707689623250c08bf236c06bf4feedea0cb78c623326b0ed8abc8",
+    "bf16": "1d55f73b8994c28a27877c0d1c3560efffd7bdf896055bb725c112e3c18dc413",
+    "int8": "058e0ed3ef6a339f3f2e1b7fdfe4d25cc5e653270f991658353d3008e399d390",
+    "int4": "a87afccfca704fd4abb5ab926a0799adedf83886cd3734bf1f2db65ae9c491cf",
+    "topk": "2938a67bd958ac3bec1d2ffb5afdb79914f9f2063f649384ba3c840687b764a9",
+    "topk:0.02": "ae0523826160f06b54bd85715ae9614cd36ef64acb7be9770416ab95f8fc5fa8",
+}
+"""Hashes of `whole_history`, from a version that computed piece by piece."""
+
+MIXED = (1000, 1000, 4096, 4096, 4096, 1, 333, 600_000, 32, 32)
+"""Runs of equal pieces, and a piece larger than a slab of the codec."""
+
+
+def exact(seed: int, scale: float) -> Tensor:
+    """Numbers that are the same for every version of torch."""
+    mixed = (torch.arange(1, sum(MIXED) + 1) * (2 * seed + 1) * 2654435761) % 2**24
+    return (mixed - 2**23).float() * scale
+
+
+def whole_history(codec: str, on: Staging) -> str:
+    """Hash of all that a share computes: bytes, norms, state and moves, in every mode."""
+    pieces = [ParamSlice("w", sum(MIXED[:i]), count) for i, count in enumerate(MIXED)]
+    share, seen = FragmentShare(pieces, parse_codec(codec), OuterSettings()), hashlib.sha256()
+    share.outer_param.copy_(exact(0, 2.0**-23))
+    local = share.outer_param.clone()
+    for turn, mode in enumerate(("on_time", "overlap", "late", "on_time", "on_time")):
+        local.sub_(exact(turn + 1, 2.0**-30))
+        share.begin_snapshot().copy_(local)
+        squares = share.encode(on)
+        data = share.encoded.numpy().tobytes()
+        if mode == "late":
+            share.drop_snapshot()
+        average = mean_of_pieces(parse_codec(codec), MIXED, [(data, 1.0), (data, 2.0)])
+        received = torch.frombuffer(bytearray(average), dtype=torch.uint8)
+        norms = share.square_sums(received, 2, on)
+        norm = total_norm(norms)
+        how = {"scale": clip_scale(norm, norm * 0.7 if turn else None), "is_warmup": turn == 3}
+        move = share.step(received, 2, mode, on, alpha=0.5, **how)
+        local = share.outer_param.clone() if move is None else local + move
+        seen.update(data + repr(squares).encode() + repr(norms).encode())
+        for value in (share.outer_param, share.momentum, share.error, local):
+            if value is not None:
+                seen.update(value.numpy().tobytes())
+    return seen.hexdigest()
+
+
+@each("as it is", "staged", "staged in small blocks", "without memory on the GPU")
+def test_blocks_of_every_size_and_place_give_the_recorded_bits(how, *, monkeypatch, caplog):
+    """On a CPU through the buffers that a GPU needs. On a GPU: tests/gpu/test_outer.py."""
+    if how == "staged in small blocks":
+        monkeypatch.setattr(staging, "_GPU_NUMBERS", 9000)
+    codecs = [c for c in RECORDED if how == "as it is" or not parse_codec(c).needs_cpu]
+    for codec in codecs:
+        on = Staging(torch.device("cpu"), is_staged=how != "as it is")
+        if how == "without memory on the GPU":
+            fill_up(on, monkeypatch)
+        assert whole_history(codec, on) == RECORDED[codec], codec
+    said = caplog.text.count("so the CPU computes the outer steps from now on")
+    assert said == (len(codecs) if how == "without memory on the GPU" else 0)
+
+
+def fill_up(on: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has no memory for the fifth tensor that is brought there."""
+    bring, brought = on.bring, []
+
+    def bring_few(source: Tensor, goal: Tensor | None = None) -> Tensor:
+        brought.append(source)
+        if len(brought) == 5:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return bring(source, goal)
+
+    monkeypatch.setattr(on, "bring", bring_few)
+
+
 def outcome(folder: Path) -> list[str]:
     """What a cluster computes from given bytes with every codec, as hashes."""
     found = []
     outer_param = torch.load(folder / "outer_param")
     for codec in CODECS:
-        share = FragmentShare(PIECES, parse_codec(codec), OuterSettings(), is_pinned=False)
+        share = FragmentShare(PIECES, parse_codec(codec), OuterSettings())
         share.outer_param.copy_(outer_param)
         average = bytearray((folder / codec).read_bytes())
         data = torch.frombuffer(average, dtype=torch.uint8)
         for _ in range(3):
-            norm = total_norm(share.square_sums(data, 2))
-            share.step(data, 2, "late", alpha=0.0, scale=clip_scale(norm, norm * 0.7))
+            norm = total_norm(share.square_sums(data, 2, CPU))
+            share.step(data, 2, "late", CPU, alpha=0.0, scale=clip_scale(norm, norm * 0.7))
         whole = share.outer_param.numpy().tobytes() + share.momentum.numpy().tobytes()
         found.append(f"{codec}:{norm.hex()}:{hashlib.sha256(whole).hexdigest()}")
     return found

@@ -5,18 +5,28 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import struct
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from isles.outer.hub.files import Incoming
+from isles.outer import average as codecs
+from isles.outer.codec import Codec
+from isles.outer.hub import files
+from isles.outer.hub.files import AveragingJob, Incoming
 from isles.outer.hub.rules import Refusal, Settings
 from isles.outer.hub.work import HubWork
 from isles.outer.messages import Contribution, digest_of
+from isles.outer.parallel import in_order
 from isles.outer.state_file import momentum_of, state_digest, state_head
+from tests.deadline import DEADLINE_S
+from tests.outer_trainer import mean
 from tests.outer_world import World, joining, member_id, refused
 
+INT8 = Codec("int8")
 NAN = struct.pack("<4f", *[float("nan")] * 4)
 
 
@@ -153,3 +163,58 @@ def test_of_a_file_that_is_closed_nothing_is_kept(tmp_path):
     second.put(0, NAN, sha256(NAN))
     assert "not needed any more" in refused(first.keep).what
     assert not path.exists()
+
+
+def test_pieces_are_averaged_at_once_to_the_same_bytes(tmp_path, monkeypatch):
+    pieces, paths, all_begun = [5000, 300, 5000, 4096, 7, 5000], [], threading.Barrier(4)
+    for seed in (1, 2):
+        values = torch.randn(sum(pieces), generator=torch.Generator().manual_seed(seed))
+        parts = [torch.empty(INT8.size(n), dtype=torch.uint8) for n in pieces]
+        for own, part in zip(values.split(pieces), parts, strict=True):
+            INT8.encode(own, part)
+        paths.append(tmp_path / f"{seed}.part")
+        paths[-1].write_bytes(torch.cat(parts).numpy().tobytes())
+    wanted = mean(INT8, pieces, [(path.read_bytes(), 1.0 + i) for i, path in enumerate(paths)])
+    job = AveragingJob(0, [(path, 1 + i) for i, path in enumerate(paths)], tmp_path / "average")
+    combine = codecs.combine_each
+
+    def combine_together(codec: str, n: int, *arguments: Any) -> bytes:
+        if threading.current_thread() is not threading.main_thread() and n in (300, 5000):
+            all_begun.wait(DEADLINE_S)  # four of the six pieces
+        return combine(codec, n, *arguments)
+
+    monkeypatch.setattr(codecs, "combine_each", combine_together)
+    found = []
+    for threads in (1, 4):
+        found.append(files.average("int8", pieces, job, threads=threads))
+        assert job.target.read_bytes() == wanted
+        assert files.norm_of("int8", pieces, paths[0], threads=threads) == pytest.approx(
+            files.norm_of("int8", pieces, paths[0])
+        )
+    assert found[0] == found[1] and found[0][1] == len(wanted)
+    paths[1].write_bytes(paths[1].read_bytes()[:-4])
+    with pytest.raises(EOFError, match=r"2\.part is 4 bytes too short"):
+        files.average("int8", pieces, job, threads=4)
+    paths[0].write_bytes(b"\xff" * paths[0].stat().st_size)
+    with pytest.raises(ValueError, match=r"^piece 0: number 0 of 5000"):
+        files.norm_of("int8", pieces, paths[0], threads=4)
+
+
+def test_threads_run_a_few_items_ahead_and_stop_at_the_first_failure():
+    taken, done = [], []
+
+    def items() -> Iterator[int]:
+        for number in range(100):
+            taken.append(number)
+            yield number
+
+    def call(number: int) -> int:
+        if number == 20:
+            raise ValueError("item 20")
+        return number
+
+    with pytest.raises(ValueError, match="item 20"):
+        for result in in_order(call, items(), threads=3):
+            done.append(result)
+            assert len(taken) <= len(done) + 6
+    assert done == [*range(20)] and len(taken) < 30

@@ -17,10 +17,19 @@ from isles.outer.client.client import SingleCluster
 from isles.outer.client.spool import Spool
 from isles.outer.codec import parse_codec
 from isles.outer.layout import make_layout
-from isles.outer.messages import Adopt, Apply, Contribute, End, Lease, RoundAnswer, UseReserve
+from isles.outer.messages import (
+    Adopt,
+    Apply,
+    Contribute,
+    Delay,
+    End,
+    Lease,
+    RoundAnswer,
+    UseReserve,
+)
 from isles.outer.trainer.outer import Outer
 from isles.outer.trainer.step import Clock
-from isles.outer.trainer.sync import LEAST, MOST, OuterScheduler
+from isles.outer.trainer.sync import LEAST, MOST, OuterScheduler, auto_delay
 from isles.run.paths import RunDir
 from isles.train.record import Recorder
 
@@ -242,6 +251,40 @@ def test_auto_follows_the_slowest_link(tmp_path):
     assert scheduler.sync_every_at(2) == 120, "another's link is slower"
     rank0.line.state.sync_every = 0
     assert heard(2, 2000, 2e6) == MOST
+
+
+def test_auto_hides_what_takes_more_than_a_hundredth_of_the_steps():
+    for cost_s, step_s, interval, delay in (
+        (1.0, 1.0, 100, 0),
+        (1.1, 1.0, 100, 2),  # a quarter to spare
+        (10.0, 1.0, 100, 13),
+        (99.0, 1.0, 100, 50),  # at most half of the steps
+        (99.0, 1.0, 1, 0),
+        (0.0, 1e-9, 4, 0),
+    ):
+        assert auto_delay(cost_s, step_s=step_s, interval=interval) == delay, cost_s
+
+
+def test_the_delay_is_decided_once_after_two_rounds_and_the_warmup(tmp_path):
+    """Of two fragments, each 50 steps after the other; the faster round counts."""
+    how = {"sync_every": 100, "delay": "auto"}
+    slow, fast = [40.0, 9.0], [4.0, 8.0]
+    for why, costs, more, said in (
+        ("too few rounds", slow, {}, []),
+        ("half a round more", slow + fast[:1], {}, []),
+        ("two rounds", slow + fast, {}, [Delay(10)]),
+        ("a third", [0.0, 0.0, *slow, *fast], {}, [Delay(10)]),
+        ("below a hundredth", [0.1] * 4, {}, [Delay(0)]),
+        ("it is decided", slow + fast, {"delay": 0}, []),
+    ):
+        rank0 = Rank0(tmp_path, **how)
+        rank0.scheduler.speed.step_s = 1.0
+        assert rank0.plan(at(1, **{"costs": costs, "delay": None, **more})) == said, why
+    for version, said in ((3, []), (4, [Delay(10)])):
+        rank0 = Rank0(tmp_path, **how, warmup_rounds=2)
+        rank0.scheduler.speed.step_s = 1.0
+        state = at(1, costs=slow + fast, delay=None, version=version)
+        assert rank0.plan(state) == said, "the warm-up may have shorter rounds"
 
 
 # The files in its spool.

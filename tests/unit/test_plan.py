@@ -265,8 +265,9 @@ def test_the_smallest_sync_every_keeps_the_sync_below_its_share() -> None:
     assert least is not None and found.step_s == 2.0  # all wait for the slowest
     assert found.round_s / (least * 2.0) <= 0.02 < found.round_s / ((least - 1) * 2.0)
     assert found.overhead == pytest.approx(found.round_s / (500 * 2.0))
-    hidden = outer_plan(DiLoCoConfig(delay=100), 10**8, sites, line, [1.0] * 4)
-    assert hidden.overhead == 0.0
+    for delay in (100, "auto"):
+        hidden = outer_plan(DiLoCoConfig(delay=delay), 10**8, sites, line, [1.0] * 4)
+        assert hidden.overhead == 0.0
 
 
 def test_unequal_cards_are_faster_together_than_alone_and_than_with_even_rows(here):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -54,26 +54,30 @@ def combine(codec: str, n: int, parts: Sequence[Part]) -> bytes:
         UnsoundUpdateError: a part has the wrong size, the average is not finite, or the weights are
             invalid.
     """
+    return combine_each(codec, n, [weight for _, weight in parts], (data for data, _ in parts))
+
+
+def combine_each(codec: str, n: int, weights: Sequence[float], datas: Iterable[Buffer]) -> bytes:
+    """As `combine`, but takes one contribution's bytes after the other, to save memory."""
     own = parse_codec(codec)
-    total_weight = sum(weight for _, weight in parts)
-    if not (parts and min(weight for _, weight in parts) >= 0 and 0 < total_weight < math.inf):
-        found = [weight for _, weight in parts]
-        raise UnsoundUpdateError(f"cannot average with the weights {found}")
-    shares = torch.tensor([weight / total_weight for _, weight in parts], dtype=torch.float32)
-    weights = shares.tolist()
-    tensors = [_tensor(own, n, data) for data, _ in parts]
+    total_weight = sum(weights)
+    if not (weights and min(weights) >= 0 and 0 < total_weight < math.inf):
+        raise UnsoundUpdateError(f"cannot average with the weights {[*weights]}")
+    shares = torch.tensor([weight / total_weight for weight in weights], dtype=torch.float32)
+    tensors = (_tensor(own, n, data) for data in datas)
     coded = _average_codec(own)
     if coded is None:
-        return struct.pack(f"<{len(parts)}f", *weights) + b"".join(
+        return struct.pack(f"<{len(weights)}f", *shares.tolist()) + b"".join(
             tensor.numpy().tobytes() for tensor in tensors
         )
     total = torch.zeros(n)
     one = torch.empty(n)
-    if len(parts) == 1 and coded == own:  # unchanged, instead of encoded a second time
-        own.decode(tensors[0], one)
+    if len(weights) == 1 and coded == own:  # unchanged, instead of encoded a second time
+        (tensor,) = tensors
+        own.decode(tensor, one)
         check_magnitude(one)
-        return bytes(parts[0][0])
-    for weight, tensor in zip(weights, tensors, strict=True):
+        return tensor.numpy().tobytes()
+    for weight, tensor in zip(shares.tolist(), tensors, strict=True):
         own.decode(tensor, one)
         total.add_(one.mul_(weight))  # two roundings: no processor may fuse the operations
     encoded = torch.empty(coded.size(n), dtype=torch.uint8)
@@ -86,6 +90,10 @@ def decode_average(codec: Codec, data: Tensor, out: Tensor) -> None:
     coded = _average_codec(codec)
     if coded is not None:
         coded.decode(data, out)
+        return
+    if out.dim() > 1:
+        for part, own in zip(data, out, strict=True):
+            decode_average(codec, part, own)
         return
     each = codec.size(out.numel())
     num_parts = data.numel() // (4 + each)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -23,8 +23,13 @@ from isles.errors import TrainingError
 from isles.outer.codec import UnsoundUpdateError
 from isles.outer.diloco import FragmentShare, Mode, OuterSettings, clip_scale, total_norm
 from isles.outer.layout import FragmentLayout
+from isles.outer.parallel import in_order
 from isles.outer.rank_files import RankFiles
+from isles.outer.staging import Staging
 from isles.outer.state_file import state_head
+
+_BUCKET_NUMBERS = 1 << 26
+"""Numbers of one exchange between ranks: 256 MiB in fp32."""
 
 
 class Weights(Protocol):
@@ -33,9 +38,11 @@ class Weights(Protocol):
 
     def trained_shapes(self) -> Mapping[str, torch.Size]: ...
 
-    def whole_weight(self, name: str) -> Tensor: ...
+    def whole_weights(self, names: Sequence[str]) -> Sequence[Tensor]: ...
 
     def set_whole_weight(self, name: str, value: Tensor) -> None: ...
+
+    def add_to_weight(self, name: str, value: Tensor) -> None: ...
 
     def weights_set(self) -> None: ...
 
@@ -69,12 +76,22 @@ class Cluster:
         self._layout, self._settings = layout, settings
         # Two: a thread may encode one fragment while another fragment's average is applied.
         self._files, self._encoding_files = RankFiles(world), RankFiles(world)
-        self._owners = [fragment.owners(world.world_size) for fragment in layout.fragments]
-        is_pinned = world.device.type == "cuda"
+        # Where the outer arithmetic runs, and what copies the weights.
+        is_gpu = world.device.type == "cuda" and not layout.codec.needs_cpu
+        device = world.device if is_gpu else torch.device("cpu")
+        self._staging, self._encoding = Staging(device), Staging(device)
+        self._copying = self._staging if is_gpu else Staging(world.device)
         self._shares = []
-        for number, fragment in enumerate(layout.fragments):
-            pieces = [fragment.pieces[place] for place in self._places(number)]
-            self._shares.append(FragmentShare(pieces, layout.codec, settings, is_pinned=is_pinned))
+        self._spans: list[list[tuple[int, int]]] = []
+        """For each fragment and rank: the first number of the rank's share, and the end."""
+        for fragment in layout.fragments:
+            owners = fragment.owners(world.world_size)
+            pieces = [*zip(fragment.pieces, owners, strict=True)]
+            sizes = [sum(p.count for p, o in pieces if o == r) for r in range(world.world_size)]
+            ends = [0, *itertools.accumulate(sizes)]
+            self._spans.append([*itertools.pairwise(ends)])
+            mine = [piece for piece, owner in pieces if owner == world.rank]
+            self._shares.append(FragmentShare(mine, layout.codec, settings))
         self._moves: dict[int, Tensor | None] = {}
 
     @torch.no_grad()
@@ -87,7 +104,7 @@ class Cluster:
         """
         for number, share in enumerate(self._shares):
             share.drop_snapshot()
-            self._read(number, share.split(share.outer_param))
+            self._read(number, share.outer_param)
 
     @torch.no_grad()
     def snapshot(self, fragment: int) -> None:
@@ -101,7 +118,8 @@ class Cluster:
     def encode(self, fragment: int, path: Path) -> float:
         """Encode the snapshot of a fragment into a file on rank 0.
 
-        Uses neither the engine nor the GPU, so inner steps may continue in another thread.
+        Does not use the engine, and the GPU only in a separate stream, so inner steps may continue
+        in another thread.
 
         Returns:
             The norm of the pseudo-gradient, before encoding and without the residual.
@@ -113,7 +131,7 @@ class Cluster:
         squares: list[float] = []
         failure = None
         try:
-            squares = share.encode()
+            squares = share.encode(self._encoding)
         except UnsoundUpdateError as error:
             failure = TrainingError(
                 f"cannot average the update of this cluster: {error}",
@@ -154,9 +172,8 @@ class Cluster:
     ) -> CompletedStep:
         """Make the outer step with an average; `give` then updates the weights.
 
-        Uses neither the engine nor the GPU: under overlap and late, inner steps may continue in
-        another
-        thread. Nothing may be saved until `give`.
+        Does not use the engine, and the GPU only in a separate stream: under overlap and late,
+        inner steps may continue in another thread. Nothing may be saved until `give`.
         on_time, idle: the weights become the outer parameters, bit for bit the same on all
         clusters.
             overlap: they move from the contribution's weights to the outer parameters, or 1 - alpha
@@ -177,7 +194,7 @@ class Cluster:
         share = self._shares[fragment]
         data = torch.empty(sum(share.average_sizes(num_parts)), dtype=torch.uint8)
         self._files.scatter(average, b"", [data])
-        squares = self._files.agree(share.square_sums(data, num_parts))
+        squares = self._files.agree(share.square_sums(data, num_parts, self._staging))
         norm = total_norm([*itertools.chain(*squares)])
         if not math.isfinite(norm):
             raise TrainingError(
@@ -188,7 +205,7 @@ class Cluster:
             )
         scale = clip_scale(norm, self._settings.max_norm)
         self._moves[fragment] = share.step(
-            data, num_parts, mode, alpha=alpha, scale=scale, is_warmup=is_warmup
+            data, num_parts, mode, self._staging, alpha=alpha, scale=scale, is_warmup=is_warmup
         )
         return CompletedStep(self.digest(fragment), norm)
 
@@ -298,44 +315,59 @@ class Cluster:
         )
 
     def _digest(self, pieces: Sequence[Tensor]) -> str:
-        # Hashed where it is: `tobytes` would copy each piece.
-        mine = [hashlib.sha256(piece.numpy().data.cast("B")).digest() for piece in pieces]
+        mine = [*in_order(_sha256, pieces, threads=torch.get_num_threads())]
         return hashlib.sha256(b"".join(itertools.chain(*self._files.agree(mine)))).hexdigest()
 
-    def _read(self, fragment: int, goals: Sequence[Tensor]) -> None:
-        # The weights of this rank's pieces.
-        pieces, mine = self._layout.fragments[fragment].pieces, self._places(fragment)
-        for name, places in self._layout.fragments[fragment].by_name():
-            whole = self._weights.whole_weight(name).reshape(-1)
-            for place in places:
-                if place in mine:
-                    part = whole[pieces[place].start : pieces[place].stop]
-                    goals[mine[place]].copy_(part, non_blocking=True)
-        if self._world.device.type == "cuda":
-            # The copies may still run, and the caller reads the goals on the CPU.
-            torch.cuda.synchronize(self._world.device)
+    def _read(self, fragment: int, goal: Tensor) -> None:
+        # The weights of this rank's share.
+        begin, end = self._spans[fragment][self._world.rank]
+        with self._copying.open():
+            for group in _groups(self._layout.fragments[fragment].by_name()):
+                values = self._weights.whole_weights([name for name, _, _ in group])
+                for value, (_, start, stop) in zip(values, group, strict=True):
+                    first, last = max(begin, start), min(end, stop)
+                    if first < last:
+                        part = value.reshape(-1)[first - start : last - start]
+                        self._copying.put(part, goal[first - begin : last - begin])
 
     def _write(self, fragment: int, flat: Tensor, *, adds: bool) -> None:
-        # Set the weights to the values in the ranks' pieces, or add these values.
-        own, owners = self._layout.fragments[fragment], self._owners[fragment]
-        mine = self._places(fragment)
-        parts = self._shares[fragment].split(flat)
-        for name, places in own.by_name():
-            shape = self._layout.shapes[name]
-            whole = torch.empty(math.prod(shape), device=self._world.device)
-            for place in places:
-                part = whole[own.pieces[place].start : own.pieces[place].stop]
-                if place in mine:
-                    part.copy_(parts[mine[place]])
-                if self._world.world_size > 1:
-                    dist.broadcast(part, src=owners[place])
-            whole = whole.view(shape)
-            if adds:
-                whole.add_(self._weights.whole_weight(name))
-            self._weights.set_whole_weight(name, whole)
+        # Set the weights to the values in the ranks' shares, or add these values.
+        begin, _ = self._spans[fragment][self._world.rank]
+        with self._copying.open():
+            for group in _groups(self._layout.fragments[fragment].by_name()):
+                (_, start, _), (_, _, stop) = group[0], group[-1]
+                bucket = torch.empty(stop - start, device=self._world.device)
+                for owner, span in enumerate(self._spans[fragment]):
+                    first, last = max(span[0], start), min(span[1], stop)
+                    if first >= last:
+                        continue
+                    part = bucket[first - start : last - start]
+                    if owner == self._world.rank:
+                        self._copying.bring(flat[first - begin : last - begin], part)
+                    if self._world.world_size > 1:
+                        dist.broadcast(part, src=owner)
+                for name, first, last in group:
+                    value = bucket[first - start : last - start].view(self._layout.shapes[name])
+                    if adds:
+                        self._weights.add_to_weight(name, value)
+                    else:
+                        self._weights.set_whole_weight(name, value)
         self._weights.weights_set()
 
-    def _places(self, fragment: int) -> dict[int, int]:
-        # Position of this rank's pieces in the fragment, and in the rank's share.
-        mine = [i for i, owner in enumerate(self._owners[fragment]) if owner == self._world.rank]
-        return {place: index for index, place in enumerate(mine)}
+
+def _sha256(piece: Tensor) -> bytes:
+    # Hashed where it is: `tobytes` would copy the piece.
+    return hashlib.sha256(piece.numpy().data.cast("B")).digest()
+
+
+def _groups(
+    positions: Sequence[tuple[str, int, int]],
+) -> Iterator[list[tuple[str, int, int]]]:
+    # Whole parameters that fit into a bucket together, or one larger parameter.
+    group: list[tuple[str, int, int]] = []
+    for position in positions:
+        if group and position[2] - group[0][1] > _BUCKET_NUMBERS:
+            yield group
+            group = []
+        group.append(position)
+    yield group

@@ -1,8 +1,10 @@
 """Codecs of a pseudo-gradient: one piece to bytes and back, in five kinds.
 
 A piece is encoded independently, and its size is known in advance. All decoders of the same bytes
-get the same bits, on any machine: decoding only converts, and multiplies once. All data is in CPU
-memory, like the outer parameters.
+get the same bits, on any machine: decoding only converts, and multiplies once. Pieces of equal size
+may be the rows of one tensor. topk needs the CPU, and other codecs run on any device.
+
+Letters of shapes: P pieces, N numbers in each.
 """
 
 from __future__ import annotations
@@ -32,11 +34,16 @@ class UnsoundUpdateError(ValueError):
     """An update that must not be averaged; the text has the reason."""
 
 
+def is_sound(x: Tensor) -> bool:
+    """True if all numbers are finite and not too large."""
+    least, largest = torch.aminmax(x)
+    return bool((least >= -LARGEST) & (largest <= LARGEST))  # both false for NaN
+
+
 def check_magnitude(x: Tensor) -> None:
     """Raise UnsoundUpdateError if a number is not finite or too large; the text has the first such
     number."""
-    least, largest = torch.aminmax(x)
-    if bool(least >= -LARGEST) and bool(largest <= LARGEST):  # both false for NaN
+    if is_sound(x):
         return
     index = int((~(x.abs() <= LARGEST)).nonzero()[0])
     raise UnsoundUpdateError(
@@ -76,6 +83,11 @@ class Codec:
         """Factor of the error that is added to the next encoding; for topk as in SparseLoCo."""
         return _DECAY if self.kind == "topk" else 1.0
 
+    @property
+    def needs_cpu(self) -> bool:
+        """True if a GPU cannot encode: numpy packs the positions, and a GPU adds in other order."""
+        return self.kind == "topk"
+
     def size(self, n: int) -> int:
         """Bytes of a piece of n numbers: a multiple of 4."""
         match self.kind:
@@ -104,42 +116,48 @@ class Codec:
         Raises:
             UnsoundUpdateError: a number is not finite, or larger than `LARGEST`.
         """
-        n = x.numel()
-        assert x.dtype == torch.float32 and out.numel() == self.size(n), (x.dtype, out.shape, n)
         check_magnitude(x)
+        self.write(x, out)
+
+    def write(self, x: Tensor, out: Tensor) -> None:
+        """Encode without a check: [N] as [size(N)], or [P, N] as [P, size(N)]."""
+        n = x.shape[-1]
+        assert x.dtype == torch.float32 and out.shape[-1] == self.size(n), (x.dtype, out.shape, n)
         match self.kind:
             case "none":
                 out.view(torch.float32).copy_(x)
             case "bf16":
                 narrow = out.view(torch.bfloat16)
-                narrow[:n].copy_(x)
-                narrow[n:].zero_()
+                narrow[..., :n].copy_(x)
+                narrow[..., n:].zero_()
             case "int8":
                 _encode_blocks(x, out, 8)
             case "int4":
                 _encode_blocks(x, out, 4)
             case "topk":
-                for chunk, rows, data in _chunks(x, out, self.density):
-                    chunk.encode(rows, data)
+                for piece, own in zip(x.view(-1, n), out.view(-1, out.shape[-1]), strict=True):
+                    for chunk, rows, data in _chunks(piece, own, self.density):
+                        chunk.encode(rows, data)
             case _:
                 assert_never(self.kind)
 
     def decode(self, data: Tensor, out: Tensor) -> None:
         """Decode a piece that `encode` wrote; same arguments, opposite direction."""
-        n = out.numel()
-        assert out.dtype == torch.float32 and data.numel() == self.size(n), (data.shape, n)
+        n = out.shape[-1]
+        assert out.dtype == torch.float32 and data.shape[-1] == self.size(n), (data.shape, n)
         match self.kind:
             case "none":
                 out.copy_(data.view(torch.float32))
             case "bf16":
-                out.copy_(data.view(torch.bfloat16)[:n])
+                out.copy_(data.view(torch.bfloat16)[..., :n])
             case "int8":
                 _decode_blocks(data, out, 8)
             case "int4":
                 _decode_blocks(data, out, 4)
             case "topk":
                 out.zero_()
-                add_topk(data, out, self.density, weight=1.0)
+                for part, own in zip(data.view(-1, data.shape[-1]), out.view(-1, n), strict=True):
+                    add_topk(part, own, self.density, weight=1.0)
             case _:
                 assert_never(self.kind)
 
@@ -186,39 +204,51 @@ def _scales_size(n: int, bits: int) -> int:
 
 
 def _encode_blocks(x: Tensor, out: Tensor, bits: int) -> None:
-    n, block = x.numel(), _BLOCK[bits]
+    n, block = x.shape[-1], _BLOCK[bits]
     out.zero_()
     middle = _scales_size(n, bits)
-    scales, codes = out[:middle].view(torch.bfloat16), out[middle:].view(torch.int8)
-    whole = codes[:n] if bits == 8 else torch.zeros(n + n % 2, dtype=torch.int8)
-    for start in range(0, n, _SLAB):
-        part = x[start : start + _SLAB]
-        missing = -part.numel() % block
-        rows = (pad(part, (0, missing)) if missing else part).view(-1, block)
-        scale = rows.abs().amax(1).mul_(1.0 / _LEVELS[bits])
+    scales, codes = out[..., :middle].view(torch.bfloat16), out[..., middle:].view(torch.int8)
+    whole = codes[..., :n] if bits == 8 else codes.new_zeros(*codes.shape[:-1], n + n % 2)
+    for start, stop in _slabs(x):
+        part = x[..., start:stop]
+        missing = (start - stop) % block
+        rows = torch.unflatten(pad(part, (0, missing)) if missing else part, -1, (-1, block))
+        scale = rows.abs().amax(-1).mul_(1.0 / _LEVELS[bits])
         # In bf16, and rounded up, so that the largest number stays within the levels.
         scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000)
         torch.threshold_(scale, _SMALLEST, 0.0)
-        scales[start // block :][: scale.numel()].copy_(scale)
+        scales[..., start // block :][..., : scale.shape[-1]].copy_(scale)
         inverse = scale.reciprocal_().masked_fill_(scale == torch.inf, 0.0)
-        levels = torch.mul(rows, inverse.unsqueeze(1)).round_().view(-1)
-        whole[start : start + part.numel()].copy_(levels[: part.numel()])
+        levels = torch.mul(rows, inverse.unsqueeze(-1)).round_().flatten(-2)
+        whole[..., start:stop].copy_(levels[..., : stop - start])
     if bits == 4:
-        low, high = whole.add_(8)[: (n + 1) // 2], whole[(n + 1) // 2 :]
-        codes[: low.numel()].copy_(low | high << 4)
+        low, high = whole.add_(8)[..., : (n + 1) // 2], whole[..., (n + 1) // 2 :]
+        codes[..., : low.shape[-1]].copy_(low | high << 4)
 
 
 def _decode_blocks(data: Tensor, out: Tensor, bits: int) -> None:
-    n, block = out.numel(), _BLOCK[bits]
+    n, block = out.shape[-1], _BLOCK[bits]
     middle = _scales_size(n, bits)
-    scales, codes = data[:middle].view(torch.bfloat16).float(), data[middle:].view(torch.int8)
+    scales, codes = data[..., :middle].view(torch.bfloat16).float(), data[..., middle:]
     if bits == 4:
-        packed = data[middle:][: (n + 1) // 2]
-        codes = torch.cat([packed & 15, packed >> 4]).view(torch.int8).sub_(8)
-    for start in range(0, n, _SLAB):
-        part = out[start : start + _SLAB]
-        part.copy_(codes[start : start + part.numel()])
-        part.mul_(scales[start // block :].repeat_interleave(block)[: part.numel()])
+        packed = codes[..., : (n + 1) // 2]
+        codes = torch.cat([packed & 15, packed >> 4], -1).view(torch.int8).sub_(8)
+    codes = codes.view(torch.int8)
+    for start, stop in _slabs(out):
+        part = out[..., start:stop]
+        part.copy_(codes[..., start:stop])
+        factors = scales[..., start // block : -(-stop // block)].unsqueeze(-1)
+        blocks = (stop - start) // block
+        rows = torch.unflatten(part[..., : blocks * block], -1, (blocks, block))
+        rows.mul_(factors[..., :blocks, :])
+        part[..., blocks * block :].mul_(factors[..., -1, :])
+
+
+def _slabs(x: Tensor) -> Iterator[tuple[int, int]]:
+    # Positions in the last dimension.
+    n = x.shape[-1]
+    size = _SLAB if x.is_cpu else n
+    return ((start, min(start + size, n)) for start in range(0, n, size))
 
 
 # topk: the largest of each chunk of 4096 numbers, two bits each: a sign, and one of two levels.

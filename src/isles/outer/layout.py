@@ -11,7 +11,6 @@ import itertools
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -47,12 +46,13 @@ class Fragment:
     names: tuple[str, ...]
     pieces: tuple[ParamSlice, ...]
 
-    def by_name(self) -> list[tuple[str, range]]:
-        """Its parameters, and the positions of their pieces in `pieces`."""
-        counts = Counter(piece.name for piece in self.pieces)
-        ends = [0, *itertools.accumulate(counts[name] for name in self.names)]
-        runs = itertools.starmap(range, itertools.pairwise(ends))
-        return list(zip(self.names, runs, strict=True))
+    def by_name(self) -> list[tuple[str, int, int]]:
+        """Its parameters, each with its first number in the fragment, and its end."""
+        counts = dict.fromkeys(self.names, 0)
+        for piece in self.pieces:
+            counts[piece.name] += piece.count
+        ends = itertools.pairwise(itertools.accumulate(counts.values(), initial=0))
+        return [(name, start, stop) for name, (start, stop) in zip(self.names, ends, strict=True)]
 
     def owners(self, size: int) -> list[int]:
         """The rank, out of `size`, that keeps each piece: contiguous pieces, about equal numbers

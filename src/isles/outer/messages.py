@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
+from isles.outer.parallel import in_order
 from isles.run.relay import LONGEST
 
 CHUNK_BYTES = 2**20
@@ -444,7 +445,14 @@ class End:
     version: int
 
 
-Command = Contribute | Apply | Adopt | SendState | Reset | Lease | Revoke | UseReserve | End
+@dataclass(frozen=True, slots=True)
+class Delay:
+    """Take this many inner steps while an average is on its way; see `outer.delay`."""
+
+    steps: int
+
+
+Command = Contribute | Apply | Adopt | SendState | Reset | Lease | Revoke | UseReserve | End | Delay
 
 
 # Files.
@@ -464,7 +472,11 @@ def digest_of(chunks: Iterable[str]) -> str:
     return hashlib.sha256(b"".join(bytes.fromhex(chunk) for chunk in chunks)).hexdigest()
 
 
-def hash_chunks(path: Path) -> list[str]:
+def hash_chunks(path: Path, *, threads: int = 1) -> list[str]:
     with path.open("rb") as stream:
         chunks = iter(lambda: stream.read(CHUNK_BYTES), b"")
-        return [hashlib.sha256(data).hexdigest() for data in chunks]
+        return [*in_order(_sha256, chunks, threads=threads)]
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

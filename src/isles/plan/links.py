@@ -111,7 +111,9 @@ def outer_plan(
     ]
     overhead = None
     if step_s and every:
-        hidden = diloco.delay * step_s * diloco.fragments
+        apart = every // diloco.fragments
+        delay = apart // 2 if diloco.delay == "auto" else diloco.delay
+        hidden = delay * step_s * diloco.fragments
         overhead = max(0.0, round_s - hidden) / (every * step_s)
     return OuterPlan(
         codec=diloco.codec_text,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from isles.dist.batch import Batch
@@ -137,6 +138,11 @@ class Engine(ABC):
         itself: only read it, and only before anything changes the weights.
         """
 
+    def whole_weights(self, names: Sequence[str]) -> list[Tensor]:
+        """Several trained parameters as from `whole_weight`, gathered together if possible. All
+        ranks must call this."""
+        return [self.whole_weight(name) for name in names]
+
     @abstractmethod
     def set_whole_weight(self, name: str, value: Tensor) -> None:
         """Set one trained parameter. All ranks must call this.
@@ -145,6 +151,15 @@ class Engine(ABC):
             name: name of the parameter.
             value: full value, in fp32, the same on every rank.
         """
+
+    def add_to_weight(self, name: str, value: Tensor) -> None:
+        """Add to one trained parameter, in fp32. All ranks must call this.
+
+        Args:
+            name: name of the parameter.
+            value: what to add, in fp32, the same on every rank; it is overwritten.
+        """
+        self.set_whole_weight(name, value.add_(self.whole_weight(name)))
 
     def weights_set(self) -> None:  # noqa: B027  # not every engine caches weights
         """Called after the last `set_whole_weight`, before the model is used. All ranks must call
@@ -214,18 +229,41 @@ class TorchEngine(Engine):
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         return whole.to(self._world.device, torch.float32)
 
+    def whole_weights(self, names: Sequence[str]) -> list[Tensor]:
+        found = {}
+        alike = dict[object, dict[str, DTensor]]()
+        for name in names:
+            value = self._trained[name].detach()
+            if isinstance(value, DTensor) and _row_axis(value) is not None:
+                alike.setdefault((value.device_mesh, value.placements), {})[name] = value
+            else:
+                found[name] = self.whole_weight(name)
+        for values in alike.values():
+            whole = _gather_rows([*values.values()], self._world.device)
+            found |= zip(values, whole, strict=True)
+        return [found[name] for name in names]
+
     @torch.no_grad()
     def set_whole_weight(self, name: str, value: Tensor) -> None:
+        held, part = self._own_part(name, value)
+        held.copy_(part)
+
+    @torch.no_grad()
+    def add_to_weight(self, name: str, value: Tensor) -> None:
+        held, part = self._own_part(name, value)
+        held.copy_(part.add_(held.to(part.device, torch.float32)))
+
+    def _own_part(self, name: str, value: Tensor) -> tuple[Tensor, Tensor]:
+        # What this rank holds of a parameter, and the same part of a whole value. Every rank has
+        # the whole value, so no communication is needed.
         held = self._trained[name].detach()
         if not isinstance(held, DTensor):
-            held.copy_(value)
-            return
+            return held, value
         shape, offset = compute_local_shape_and_global_offset(
             held.shape, held.device_mesh, held.placements
         )
         part = tuple(slice(start, start + n) for start, n in zip(offset, shape, strict=True))
-        # Every rank has the whole value, so no communication is needed.
-        held.to_local().copy_(value[part])
+        return held.to_local(), value[part]
 
     @property
     def _objective(self) -> Objective:
@@ -242,3 +280,27 @@ class TorchEngine(Engine):
     def _computing(self) -> AbstractContextManager[object]:
         # Within it, a forward pass computes in the run's precision.
         return contextlib.nullcontext()  # FSDP2 casts by itself
+
+
+def _row_axis(value: DTensor) -> int | None:
+    # The axis of the mesh that shards the rows of a parameter; None: it is sharded in other ways.
+    axes = [axis for axis, each in enumerate(value.placements) if not isinstance(each, Replicate)]
+    is_plain = len(axes) == 1 and type(value.placements[axes[0]]) is Shard
+    return axes[0] if is_plain and value.placements[axes[0]].is_shard(0) else None
+
+
+def _gather_rows(values: Sequence[DTensor], device: torch.device) -> list[Tensor]:
+    # One all-gather for all of these; they have one mesh and one placement.
+    mesh, axis = values[0].device_mesh, _row_axis(values[0])
+    assert axis is not None
+    ranks = mesh.size(axis)
+    # As torch.chunk shards: the last shards may have fewer rows, or none.
+    sizes = [-(-value.shape[0] // ranks) * (value.numel() // value.shape[0]) for value in values]
+    own = torch.zeros(sum(sizes), device=device)
+    for value, part in zip(values, torch.split(own, sizes), strict=True):
+        local = value.to_local().reshape(-1)
+        part[: local.numel()].copy_(local)
+    gathered = own.new_empty(ranks * own.numel())
+    dist.all_gather_into_tensor(gathered, own, group=mesh.get_group(axis))
+    parts = zip(values, torch.split(gathered.view(ranks, -1), sizes, dim=1), strict=True)
+    return [part.reshape(-1)[: value.numel()].view(value.shape) for value, part in parts]

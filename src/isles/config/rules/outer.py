@@ -99,7 +99,7 @@ def _outer_steps_fit(outer: DiLoCoConfig, key: str, every: int) -> Iterator[Issu
             "step",
             f"use at most {every} fragments",
         )
-    elif outer.delay >= every / outer.fragments:
+    elif outer.delay != "auto" and outer.delay >= every / outer.fragments:
         apart = every / outer.fragments
         yield Issue(
             ("outer.delay", f"outer.{key}"),

@@ -152,8 +152,9 @@ class DiLoCoConfig(Section):
     """Number of parts of the model. Every sync_every / fragments steps, the clusters average the
     next part (Streaming DiLoCo, arXiv:2501.18512)."""
 
-    delay: Annotated[int, Field(ge=0, le=10**6)] = 0
-    """Inner steps that a cluster takes while it waits for the average of a fragment."""
+    delay: Annotated[int, Field(ge=0, le=10**6)] | Literal["auto"] = 0
+    """Inner steps that a cluster takes while it waits for the average of a fragment. auto: isles
+    measures the first rounds, and hides averaging that takes more than 1 % of the inner steps."""
 
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
     """With delay: share of the cluster's own values when the average arrives. 0 takes the average,

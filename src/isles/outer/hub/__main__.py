@@ -20,12 +20,15 @@ from isles.errors import ConfigError, ExitCode, UserError
 from isles.facts.terminal import show_streams
 from isles.outer.hub.rules import Settings
 from isles.outer.hub.server import Server
+from isles.run.env import usable_cores
 from isles.run.join_line import ENDED, NAME
 from isles.run.records import write_record
 from isles.run.repeats import FewLines
 
 _LINES = 60
 """Per minute, of each kind: a member may cause any number of them."""
+_MOST_THREADS = 16
+"""Each takes some megabytes, and the disk is not faster than these."""
 _GRACE_S = 30.0
 """Seconds that a hub which stops with its run waits for a cluster that rejoins."""
 
@@ -66,7 +69,8 @@ async def _serve(options: argparse.Namespace) -> None:
             where="--run",
             fix="use letters, digits, dots and dashes",
         )
-    server = Server(options.folder, _settings(options.settings))
+    threads = min(usable_cores(), _MOST_THREADS)
+    server = Server(options.folder, _settings(options.settings), threads=threads)
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -123,5 +127,7 @@ def _settings(path: Path | None) -> Settings:
 
 
 if __name__ == "__main__":
+    # Threads of the hub share the work by pieces. torch reads this when it is imported.
+    os.environ["OMP_NUM_THREADS"] = "1"
     show_streams()
     sys.exit(main())

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 from isles.outer.hub.rules import Refusal
 from isles.outer.messages import CHUNK_BYTES, chunk_size, digest_of, hash_chunks, num_chunks
+from isles.outer.parallel import in_order
 
 COMING = ".coming"
 _SLACK_BYTES = 4 * 2**20
@@ -158,15 +159,19 @@ def state_bytes(pieces: Sequence[Sequence[int]]) -> int:
     return sum(8 * sum(counts) + _SLACK_BYTES for counts in pieces)
 
 
-def norm_of(codec: str, pieces: Sequence[int], path: Path) -> float:
+def norm_of(codec: str, pieces: Sequence[int], path: Path, *, threads: int = 1) -> float:
     """The norm of a whole contribution, from its file.
+
+    Args:
+        threads: pieces that are read at the same time.
 
     Raises:
         ValueError: it must not be averaged; the text has the reason and the piece.
     """
     from isles.outer import average as codecs
 
-    return _norm(pieces, path, partial(codecs.size, codec), partial(codecs.inspect, codec))
+    size, inspect = partial(codecs.size, codec), partial(codecs.inspect, codec)
+    return _norm(pieces, path, size, inspect, threads)
 
 
 def average_norm(codec: str, pieces: Sequence[int], num_parts: int, path: Path) -> float:
@@ -176,7 +181,7 @@ def average_norm(codec: str, pieces: Sequence[int], num_parts: int, path: Path) 
     def size(n: int) -> int:
         return codecs.average_size(codec, n, num_parts)
 
-    return _norm(pieces, path, size, partial(codecs.inspect_average, codec))
+    return _norm(pieces, path, size, partial(codecs.inspect_average, codec), 1)
 
 
 def _norm(
@@ -184,16 +189,21 @@ def _norm(
     path: Path,
     size: Callable[[int], int],
     inspect: Callable[[int, bytes], float],
+    threads: int,
 ) -> float:
-    total = 0.0
-    with path.open("rb") as stream:
-        for number, n in enumerate(pieces):
-            data = _read(stream, size(n), path)
+    with _opened(path) as file:
+
+        def square_sum(place: tuple[int, int, int]) -> float:
+            number, n, start = place
+            data = _read(file, size(n), start, path)
             try:
-                total += inspect(n, data)
+                return inspect(n, data)
             except ValueError as error:
                 raise ValueError(f"piece {number}: {error}") from error
-    return float(total**0.5)
+
+        starts = itertools.accumulate(map(size, pieces), initial=0)
+        places = zip(itertools.count(), pieces, starts, strict=False)
+        return float(sum(in_order(square_sum, places, threads=threads)) ** 0.5)
 
 
 def measure(codec: str, pieces: Sequence[int], job: AveragingJob) -> dict[int, float | str]:
@@ -216,8 +226,13 @@ def measure(codec: str, pieces: Sequence[int], job: AveragingJob) -> dict[int, f
     return found
 
 
-def average(codec: str, pieces: Sequence[int], job: AveragingJob) -> tuple[str, int]:
+def average(
+    codec: str, pieces: Sequence[int], job: AveragingJob, *, threads: int = 1
+) -> tuple[str, int]:
     """Write an average and the hashes of its chunks, durably; deterministic.
+
+    Args:
+        threads: pieces that are averaged at the same time.
 
     Returns:
         Its digest and its size in bytes; an empty digest and 0 if there is nothing to average.
@@ -229,16 +244,21 @@ def average(codec: str, pieces: Sequence[int], job: AveragingJob) -> tuple[str, 
     beside = job.target.with_name(f"{job.target.name}.partial")
     beside.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        streams = [stack.enter_context(path.open("rb")) for path, _ in job.parts]
-        goal = stack.enter_context(beside.open("wb"))
-        for n in pieces:
+        files = [(stack.enter_context(_opened(path)), path) for path, _ in job.parts]
+        weights = [float(tokens) for _, tokens in job.parts]
+
+        def combine(place: tuple[int, int]) -> bytes:
+            n, start = place
             size = codecs.size(codec, n)
-            parts = [
-                (_read(stream, size, path), float(tokens))
-                for stream, (path, tokens) in zip(streams, job.parts, strict=True)
-            ]
-            goal.write(codecs.combine(codec, n, parts))
-    hashes, size_bytes = hash_chunks(beside), beside.stat().st_size
+            datas = (_read(file, size, start, path) for file, path in files)
+            return codecs.combine_each(codec, n, weights, datas)
+
+        goal = stack.enter_context(beside.open("wb"))
+        starts = itertools.accumulate((codecs.size(codec, n) for n in pieces), initial=0)
+        places = zip(pieces, starts, strict=False)
+        for data in in_order(combine, places, threads=threads):
+            goal.write(data)
+    hashes, size_bytes = hash_chunks(beside, threads=threads), beside.stat().st_size
     write_chunk_list(job.target, hashes)
     _sync(beside)
     _sync(chunk_list(job.target))
@@ -247,16 +267,23 @@ def average(codec: str, pieces: Sequence[int], job: AveragingJob) -> tuple[str, 
     return digest_of(hashes), size_bytes
 
 
-def _read(stream: BinaryIO, size: int, path: Path) -> bytes:
-    data = stream.read(size)
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _read(file: int, size: int, start: int, path: Path) -> bytes:
+    # Any thread may read any place. One call reads at most 2 GiB, which is more than a piece.
+    data = os.pread(file, size, start)
     if len(data) != size:
         raise EOFError(f"{path} is {size - len(data)} bytes too short")
     return data
 
 
 def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
+    with _opened(path) as handle:
         os.fsync(handle)
-    finally:
-        os.close(handle)

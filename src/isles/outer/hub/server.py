@@ -42,17 +42,18 @@ class Server:
     Args:
         folder: state directory; an existing state is continued.
         settings: settings of the run.
+        threads: see `HubWork`.
 
     Raises:
         ConfigError: another hub uses the state directory, or it cannot be locked.
     """
 
-    def __init__(self, folder: Path, settings: Settings) -> None:
+    def __init__(self, folder: Path, settings: Settings, *, threads: int = 1) -> None:
         self._lock = lock_folder(folder)
         self._limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.folder = folder
         make_identity(folder)
-        self.work = HubWork(folder, settings)
+        self.work = HubWork(folder, settings, threads=threads)
 
     async def start(self, host: str, port: int, run: str, announce: str = "") -> JoinLine:
         """Listen, and begin to close outer steps.

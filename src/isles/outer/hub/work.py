@@ -62,10 +62,11 @@ class HubWork:
     Args:
         folder: state directory; an existing state is continued.
         settings: settings of the run.
+        threads: pieces to compute at the same time. torch may use more threads for each.
     """
 
-    def __init__(self, folder: Path, settings: Settings) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, settings: Settings, *, threads: int = 1) -> None:
+        self.folder, self._threads = folder, threads
         self._clock = AwakeClock()
         self.core = HubCore(folder, settings, self._clock.now)
         self.run = ""
@@ -211,7 +212,8 @@ class HubWork:
         norm, failure = 0.0, ""
         try:
             pieces = first.pieces[outer_step % len(first.pieces)]
-            norm = await self._count(norm_of, first.codec, pieces, incoming.path)
+            path, threads = incoming.path, self._threads
+            norm = await self._count(norm_of, first.codec, pieces, path, threads=threads)
         except ValueError as error:
             failure = str(error)
 
@@ -283,7 +285,9 @@ class HubWork:
         started = time.monotonic()
         pieces = first.pieces[job.outer_step % len(first.pieces)]
         try:
-            digest, size_bytes = await self._count(average, first.codec, pieces, job)
+            digest, size_bytes = await self._count(
+                average, first.codec, pieces, job, threads=self._threads
+            )
         except (ValueError, RuntimeError, MemoryError, EOFError, FileNotFoundError) as error:
             found = await self._count(measure, first.codec, pieces, job)
             if await self.ask(self.core.measured, job.outer_step, found):

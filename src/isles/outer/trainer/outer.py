@@ -18,6 +18,7 @@ from isles.outer.messages import (
     Apply,
     Command,
     Contribute,
+    Delay,
     End,
     Lease,
     Reset,
@@ -270,6 +271,8 @@ class Outer:
                 self._waited.clear()
             case End():
                 self._last = command.version
+            case Delay():
+                exchange.delay = command.steps
             case _:
                 assert_never(command)
 

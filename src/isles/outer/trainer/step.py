@@ -130,6 +130,11 @@ class OuterStep:
         """On rank 0 replaced when the cluster joins."""
         self.version = 0
         """Number of applied outer steps."""
+        self.delay = None if config.delay == "auto" else config.delay
+        """Inner steps while an average is on its way; None: not decided yet, as if 0."""
+        self.costs: list[float] = []
+        """Seconds of the outer steps of this attempt, without the wait for other clusters."""
+        self._own_s = 0.0
         self._steps_before = 0  # inner steps of earlier attempts
         self.sent: dict[int, Pending] = {}
         """By outer step: contributions that no average has answered yet."""
@@ -170,6 +175,8 @@ class OuterStep:
         self.contributed_at = int(manifest["contributed_at"])
         self._tokens_at = [int(number) for number in manifest["tokens_at"]]
         self._steps_at = [int(number) for number in manifest["steps_at"]]
+        if self.config.delay == "auto" and (delay := manifest.get("delay")) is not None:
+            self.delay = int(delay)
         sent = [Pending.from_record(record) for record in manifest["sent"]]
         self.sent = {each.outer_step: each for each in sent}
         self.samples.restore(manifest["samples"])
@@ -182,6 +189,7 @@ class OuterStep:
             "version": self.version,
             "steps": self.steps,
             "contributed_at": self.contributed_at,
+            "delay": self.delay,
             # Copies: a checkpoint is written while steps continue.
             "tokens_at": list(self._tokens_at),
             "steps_at": list(self._steps_at),
@@ -209,11 +217,13 @@ class OuterStep:
         self.contributed_at = self.steps
         self._is_own_past = False
         self.clock.begin(outer_step)
+        began = time.perf_counter()
         # A copy, because inner steps change the weights while the thread encodes.
         self._cluster.snapshot(fragment)
         self._encode(outer_step)
-        if self.config.delay == 0:
+        if not self.delay:
             self.encoded(outer_step)
+        self._own_s = time.perf_counter() - began
 
     def _take_learned(self, outer_step: int, samples: Sequence[Interval]) -> Pending:
         fragment = outer_step % self.num_fragments
@@ -293,7 +303,7 @@ class OuterStep:
             self._applied(apply, pending, CompletedStep(self._cluster.digest(fragment), 0.0), mode)
             return
         arguments = (fragment, apply.path, len(apply.weights), mode)
-        alpha = self.config.alpha if self.config.delay else 0.0
+        alpha = self.config.alpha if self.delay else 0.0
         is_warmup = self.config.is_warmup(outer_step, self.num_fragments)
         if mode == "overlap" and pending is not None and self._is_early(pending):
             going = self._worker.submit(
@@ -301,7 +311,10 @@ class OuterStep:
             )
             self._move = _Move(apply, pending, going)
             return
+        began = time.perf_counter()
         applied = self._cluster.apply(*arguments, alpha=alpha, is_warmup=is_warmup)
+        own_s = self._own_s + time.perf_counter() - began
+        self.costs.append(own_s + apply.send_s + apply.receive_s)
         self._applied(apply, pending, applied, mode)
 
     def _end_pending(self, outer_step: int) -> Pending | None:
@@ -316,7 +329,7 @@ class OuterStep:
         return [pending for pending in ended if pending is not None]
 
     def _is_early(self, pending: Pending) -> bool:
-        return self.steps - pending.steps < self.config.delay
+        return self.steps - pending.steps < (self.delay or 0)
 
     def finish_move(self, *, only_overdue: bool = False) -> None:
         """Update the weights after an average; only_overdue: not before `delay` steps."""

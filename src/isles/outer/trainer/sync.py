@@ -15,7 +15,16 @@ from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import CommunicationError, ConfigError, UserError
 from isles.facts.units import format_duration
 from isles.outer.client.client import OuterLink
-from isles.outer.messages import Adopt, Apply, Command, Contribute, Lease, Reset, UseReserve
+from isles.outer.messages import (
+    Adopt,
+    Apply,
+    Command,
+    Contribute,
+    Delay,
+    Lease,
+    Reset,
+    UseReserve,
+)
 from isles.outer.trainer.step import OuterStep, Recorder
 
 log = logging.getLogger(__name__)
@@ -28,6 +37,9 @@ _OPEN_STEPS = 8
 """Maximum number of outer steps, from the next decided one, with contributions in transfer."""
 _LEAST_STEPS_AHEAD, _MOST_STEPS_AHEAD = 8, 1000
 _MOST = 1e15
+_HIDDEN_FROM, _SPARE, _MEASURED_ROUNDS = 0.01, 1.25, 2
+"""With `delay: auto`: the share of the inner steps that averaging may take without a delay, the
+factor of the measured time to hide, and the number of rounds to measure."""
 _USUAL, _LONG = 0.9, 3.0
 """Smoothing of the measured seconds of an inner step."""
 
@@ -74,6 +86,20 @@ def auto_sync_every(
     """
     wait_s = size_bytes / link_bytes_per_s
     return max(LEAST, min(MOST, math.ceil(wait_s / (max_overhead * step_s))))
+
+
+def auto_delay(cost_s: float, *, step_s: float, interval: int) -> int:
+    """Inner steps that hide an outer step, up to half of the steps between two outer steps; 0 if it
+    takes at most 1 % of these.
+
+    Args:
+        cost_s: seconds of the outer step: encoding, transfer and the new weights.
+        step_s: seconds per inner step.
+        interval: inner steps between two outer steps.
+    """
+    if cost_s <= _HIDDEN_FROM * interval * step_s:
+        return 0
+    return min(math.ceil(_SPARE * cost_s / step_s), interval // 2)
 
 
 @dataclass(slots=True)
@@ -178,10 +204,32 @@ class OuterScheduler:
         self.poll()
         self._lease()
         changes = any(isinstance(command, Apply | Adopt | Reset) for command in self._commands)
+        self._decide_delay()
         if not changes and self._is_due():
             self._commands.append(Contribute(self._next_outer_step))
         self.report()
         return bool(self._commands)
+
+    def _decide_delay(self) -> None:
+        # Once, after the first rounds, and after the warm-up, whose rounds are shorter.
+        exchange, step_s = self.exchange, self.speed.step_s
+        if self._config.delay != "auto" or exchange.delay is not None or not step_s:
+            return
+        needed = _MEASURED_ROUNDS * self._num_fragments
+        costs = exchange.costs[-needed:]
+        is_warmup = self._config.is_warmup(exchange.version, self._num_fragments)
+        if is_warmup or len(costs) < needed:
+            return
+        # The dearest fragment, in its faster round.
+        rounds = costs[: self._num_fragments], costs[self._num_fragments :]
+        cost_s = max(map(min, *rounds))
+        interval = self.interval(exchange.version)
+        steps = auto_delay(cost_s, step_s=step_s, interval=interval)
+        self._recorder.note(
+            f"outer.delay auto: averaging takes {cost_s:.3g} s, and the {interval} steps between "
+            f"two averages take {interval * step_s:.3g} s, so delay is {steps}"
+        )
+        self._commands.append(Delay(steps))
 
     def take_commands(self) -> list[Command]:
         """The decisions, for all ranks."""

@@ -199,7 +199,7 @@ def setting_of(loaded: Loaded, *, parameters: int | None = None) -> SimulationSe
         tokens_per_step=training.global_batch_size * config.data.seq_length,
         sync_every=every if isinstance(every, int) else 0,
         codec=outer.codec_config,
-        delay=outer.delay,
+        delay=0 if outer.delay == "auto" else outer.delay,
         max_steps=training.max_steps,
         warmup_rounds=outer.warmup_rounds,
         warmup_sync_every=outer.warmup_sync_every or (every if isinstance(every, int) else 0),
