@@ -124,6 +124,9 @@ class CheckpointManager:
     ) -> None:
         """Save a step. Training may continue once this returns. All ranks must call this.
 
+        It waits for the save before. The training loop calls it only when no rank `is_saving`, or
+        at its end.
+
         Args:
             manifest: contents of the manifest other than the files; `step` is required.
             replicas: from the engine; see `strategies.base.Engine.replicas`.
@@ -149,20 +152,29 @@ class CheckpointManager:
             except (OSError, SafetensorError) as error:
                 raise self._cannot_save(step, error) from error
             staged = stage(state, replicas) | stage(dict(own), (0, 1))
-            self._pending_step = step
+            self._pending_step, self.moved_at = step, self._now()
             manifest = {**manifest, "attempt": self._attempt}
             self._pending = self._writer.submit(self._write, staged, partial, final, manifest)
             if wait or not self._config.async_save:
                 self.wait()
 
+    @property
+    def is_saving(self) -> bool:
+        """True while this rank writes a checkpoint in the background."""
+        return self._pending is not None and not self._pending.done()
+
     def poll(self) -> None:
         """Check whether the current save has ended. Never waits.
 
         Raises:
-            TrainingError: the save failed.
+            TrainingError: the save failed, or takes longer than checkpoint.timeout.
         """
-        if self._pending is not None and self._pending.done():
+        if self._pending is None:
+            return
+        if self._pending.done():
             self.wait()
+        elif self.moved_at + self._config.timeout <= self._now():
+            raise self._too_slow()
 
     def wait(self) -> None:
         """Wait for the current save.
@@ -178,13 +190,7 @@ class CheckpointManager:
             # The limit restarts whenever a part has progressed.
             left_s = max(began, self.moved_at) + self._config.timeout - self._now()
             if left_s <= 0:
-                raise TrainingError(
-                    f"saving step {self._pending_step} took more than {self._config.timeout:.0f}s",
-                    where=f"{self._run_dir.checkpoints}, rank {self._world.rank} on "
-                    f"{self._world.host}",
-                    fix="check the disk, raise checkpoint.timeout, or save to another disk",
-                    id="checkpoint.slow",
-                )
+                raise self._too_slow()
             wait_for([pending], timeout=left_s)
         try:
             # Not `result(left_s)`: a network disk may itself raise a TimeoutError.
@@ -287,6 +293,14 @@ class CheckpointManager:
     def _moved(self, done: int, total: int) -> None:
         self.moved_at = self._now()
         log.debug("parts done=%d of=%d", done, total)
+
+    def _too_slow(self) -> TrainingError:
+        return TrainingError(
+            f"saving step {self._pending_step} took more than {self._config.timeout:.0f}s",
+            where=f"{self._run_dir.checkpoints}, rank {self._world.rank} on {self._world.host}",
+            fix="check the disk, raise checkpoint.timeout, or save to another disk",
+            id="checkpoint.slow",
+        )
 
     def _cannot_save(self, step: int, error: BaseException) -> TrainingError:
         rank = self._world.rank

@@ -149,8 +149,8 @@ def find_checkpoint(run_dir: RunDir, step: int | None) -> CheckpointInfo:
         raise UserError(
             "this run has no checkpoint yet",
             where=str(run_dir.checkpoints),
-            fix="wait for its first save (checkpoint.every_steps), or run `isles stop`, which "
-            "saves",
+            fix="wait for its first save (checkpoint.every_minutes or checkpoint.every_steps), or "
+            "run `isles stop`, which saves",
             id="run.checkpoint",
         )
     if step is None:
