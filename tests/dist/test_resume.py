@@ -118,7 +118,7 @@ def test_stops_and_a_broken_checkpoint_change_no_bit(run_file):
 
 def test_going_on_from_an_older_checkpoint_leaves_the_newer_branch(run_file: Path) -> None:
     """The steps after it are done again, with another rate; nothing of the old branch is taken."""
-    saves = ("checkpoint.every_steps=10", "checkpoint.keep=9")
+    saves = ("checkpoint.every_steps=10", "checkpoint.keep=9", "checkpoint.async_save=false")
     run_dir = train(run_file, 1, "training.max_steps=30", *saves)
     before = weights_of(run_dir, 20)
     start = str(run_dir.checkpoints / "step-00000010")
@@ -143,7 +143,7 @@ def test_a_first_step_that_a_loss_scaler_skips_does_no_harm(run_file: Path, opti
     """The first scale overflows fp16, so the first steps are skipped; saved then, it resumes."""
     options = ("training.precision=fp16-mixed", f"training.optimizer={optimizer}")
     options += ("training.learning_rate=0.01", "training.max_steps=25")
-    options += ("checkpoint.every_steps=1", "checkpoint.keep=99")
+    options += ("checkpoint.every_steps=1", "checkpoint.keep=99", "checkpoint.async_save=false")
     run_dir = train(run_file, 2, *options)
     saved = list_checkpoints(run_dir)
     for info in (saved[0], saved[1], saved[-1]):

@@ -82,6 +82,7 @@ def check_chain(run_file: Path, links: Sequence[tuple[str, int]], *overrides: st
     options = (*CONSTANT, *overrides)
     steps = range(STEPS, STEPS * len(links) + 1, STEPS)
     saves = (f"checkpoint.every_steps={STEPS}", f"checkpoint.keep={len(links) + 1}")
+    saves += ("checkpoint.async_save=false",)  # at each of these steps
     whole = (f"training.eval_steps={STEPS}", f"training.max_steps={steps[-1]}")
     reference = train(run_file, 1, *options, *saves, *whole)
     options += (f"output_dir={run_file.parent / 'changing'}",)

@@ -85,7 +85,7 @@ def test_killed_and_resumed_it_equals_the_run_on_one_disk(run_file: Path) -> Non
 @pytest.mark.long
 def test_one_machine_and_more_hosts_go_on_from_it(run_file: Path) -> None:
     """Two hosts, then one machine, then three hosts, under other strategies each time."""
-    steps = ("checkpoint.every_steps=4", "checkpoint.keep=9")
+    steps = ("checkpoint.every_steps=4", "checkpoint.keep=9", "checkpoint.async_save=false")
     reference = train(run_file, 1, *CONSTANT, *steps, "training.max_steps=12")
     runs = (*CONSTANT, f"output_dir={run_file.parent / 'apart'}")
     first = (*runs, "training.max_steps=4", "strategy={kind: fsdp}")
@@ -93,8 +93,8 @@ def test_one_machine_and_more_hosts_go_on_from_it(run_file: Path) -> None:
     assert gang.wait() == [0, 0], gang.said()
     alone = train(run_file, 1, *runs, "training.max_steps=8", resume=str(run_dir.path))
     assert alone == run_dir
-    zero = ("strategy={kind: deepspeed, zero_stage: 2}", "checkpoint.async_save=false")
-    third = (*runs, "training.max_steps=12", *zero)
+    zero = "strategy={kind: deepspeed, zero_stage: 2}"
+    third = (*runs, "training.max_steps=12", "checkpoint.async_save=false", zero)
     _, _, gang = start_on_hosts(run_file, 3, *third, resume=str(run_dir.path))
     assert gang.wait() == [0, 0, 0], gang.said()
     for step in (4, 8, 12):

@@ -74,7 +74,8 @@ def test_a_bucket_that_refuses_is_named_and_sent_to_later(run_file, server):
     refusals = {"forbidden": "refuses this machine", "full": "has no space left"}
     for kind, words in refusals.items():
         server.have(kind, methods=["PUT"], path="/checkpoints/")
-        done = isles("train", str(run_file), *REMOTE, EXPORT, cwd=cwd, env=env)
+        exact = "checkpoint.async_save=false"
+        done = isles("train", str(run_file), *REMOTE, EXPORT, exact, cwd=cwd, env=env)
         assert f"s3://{BUCKET}/runs/{run_dir.name} {words}" in done.text
         assert "raining continues" in done.text
         assert "step 10, step 15, step 20, model, loss.png, summary.json" in done.text

@@ -23,7 +23,8 @@ def train(parts: Parts) -> ExitCode:
         parts.meter.clock.step(step)
         # The exchange of requests runs during the step and is read at its end, so that it costs no
         # time.
-        parts.agreement.ask(outer=parts.outer is not None and parts.outer.plan())
+        plans_outer = parts.outer is not None and parts.outer.plan()
+        parts.agreement.ask(outer=plans_outer, is_saving=parts.checkpoints.is_saving)
 
         # The inner step.
         parts.meter.begin(is_recorded=is_recorded)
@@ -56,7 +57,8 @@ def train(parts: Parts) -> ExitCode:
         parts.rebalance(data.next_sample - data.first_sample)
         # The last step is evaluated after the loop.
         evaluates = parts.is_due(config.eval_steps) and progress.step != parts.total_steps
-        saves = decision.save or stop or parts.is_due(parts.config.checkpoint.every_steps)
+        is_due = parts.is_due(parts.config.checkpoint.every_steps)
+        saves = parts.agreement.may_save(decision, is_due=is_due) or stop
         # The check waits for the GPU. So do recording, evaluating and saving, so it costs nothing
         # there.
         if is_recorded or evaluates or saves or parts.checks_every_step:

@@ -168,6 +168,7 @@ class Parts:
     def save(self, *, wait: bool) -> None:
         """Save a checkpoint of this step. All ranks must call this."""
         paused = self.meter.pause("saving")
+        began = time.monotonic()
         if self.outer is not None:
             # The state has no place for an average that the weights do not have yet.
             self.outer.exchange.finish_move()
@@ -180,7 +181,7 @@ class Parts:
         )
         if self.outer is not None:
             self.outer.exchange.saved()
-        self.agreement.saved()
+        self.agreement.saved(time.monotonic() - began)
         self.meter.resume(paused)
 
     def check_finite(self) -> None:

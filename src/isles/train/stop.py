@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
@@ -26,6 +27,9 @@ _STUCK_S = 3.0
 _LOOK_S = 0.5
 _NOW_S = 10.0
 """Seconds that a step may take after a request to end without saving."""
+
+MAX_SAVING_SHARE = 0.02
+"""Largest share of the time that checkpoints of `every_minutes: auto` may stop training."""
 
 NOW = 1000
 """Not an exit code: end at this step, without saving."""
@@ -144,52 +148,65 @@ class Decision:
         stop: exit code to stop with, TIME_IS_UP to finish, 0 to continue.
         save: save now because of the clock.
         outer: whether rank 0 has work for all ranks; see `Outer`.
+        is_saving: whether some rank was still writing a checkpoint when this step began.
     """
 
     stop: int
     save: bool
     outer: bool
+    is_saving: bool
 
 
 class Agreement:
-    """Makes every rank stop, or save by the clock, at the same step.
+    """Makes every rank stop, or save, at the same step.
 
-    The ranks exchange their requests during the step's computation, so no step waits.
+    The ranks exchange their requests during the step's computation, so no step waits. Only the
+    clock of rank 0 decides about time.
 
     Args:
         elapsed_s: of training in earlier attempts.
+        now: monotonic clock, seconds.
     """
 
     def __init__(
-        self, world: World, signals: StopSignals, config: RunConfig, elapsed_s: float
+        self,
+        world: World,
+        signals: StopSignals,
+        config: RunConfig,
+        elapsed_s: float,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._world, self._signals = world, signals
-        limits, minutes = config.training, config.checkpoint.every_minutes
+        self._world, self._signals, self._now = world, signals, now
+        limits, saves = config.training, config.checkpoint
         # max_time limits the run if it is the only length; otherwise it limits this attempt.
         ends_run = limits.max_steps is None and limits.num_train_epochs is None
         self._time_code = TIME_IS_UP if ends_run else int(ExitCode.REQUEUE)
         self._stop_at: float | None = None
         if limits.max_time is not None:
-            self._stop_at = time.monotonic() + limits.max_time - (elapsed_s if ends_run else 0.0)
-        self._save_every_s = None if minutes is None else minutes * 60
-        self._saved_at = time.monotonic()
-        self._requests = torch.zeros(3, dtype=torch.int32)
+            self._stop_at = now() + limits.max_time - (elapsed_s if ends_run else 0.0)
+        self._save_every_s = self._said_s = saves.save_every_s
+        self._is_limited = saves.every_minutes == "auto"
+        self._saved_at = now()
+        self._blocked_ms = 0
+        self._is_owed = False
+        self._requests = torch.zeros(5, dtype=torch.int32)
         self._work: dist.Work | None = None
 
-    def ask(self, *, outer: bool = False) -> None:
+    def ask(self, *, outer: bool = False, is_saving: bool = False) -> None:
         """Send this rank's requests at the start of a step. All ranks must call this.
 
         Args:
-            outer: see `Decision`.
+            outer, is_saving: of this rank; see `Decision`.
         """
-        stop, save = self._signals.stop_code, 0
+        stop, save = self._signals.stop_code, False
         if self._world.is_main:
-            now = time.monotonic()
+            now = self._now()
             if self._stop_at is not None and now >= self._stop_at:
                 stop = max(stop, self._time_code)
-            if self._save_every_s is not None and now - self._saved_at >= self._save_every_s:
-                save = 1
-        self._requests[0], self._requests[1], self._requests[2] = stop, save, int(outer)
+            every_s = self._save_interval_s()
+            save = every_s is not None and now - self._saved_at >= every_s
+        requests = (stop, int(save), int(outer), int(is_saving), self._blocked_ms)
+        self._requests.copy_(torch.tensor(requests, dtype=torch.int32))
         if self._world.world_size > 1:
             # The largest number is the strongest request: NOW, then 130, 85, 84, then TIME_IS_UP.
             self._work = dist.all_reduce(
@@ -205,12 +222,41 @@ class Agreement:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        if int(self._requests[0]) >= NOW:
+        stop, save, outer, is_saving, self._blocked_ms = self._requests.tolist()
+        if stop >= NOW:
             raise StopBeforeTraining(ExitCode.INTERRUPTED, "stopped immediately, without saving")
-        return Decision(
-            stop=int(self._requests[0]), save=bool(self._requests[1]), outer=bool(self._requests[2])
-        )
+        return Decision(stop=stop, save=bool(save), outer=bool(outer), is_saving=bool(is_saving))
 
-    def saved(self) -> None:
-        """Restart the save clock after a save."""
-        self._saved_at = time.monotonic()
+    def may_save(self, decision: Decision, *, is_due: bool) -> bool:
+        """True if the ranks save at the end of this step. All ranks get the same answer.
+
+        A checkpoint that is due waits, without stopping a step, until every rank has written the
+        checkpoint before.
+
+        Args:
+            is_due: whether this step's number asks for a checkpoint.
+        """
+        was_owed, self._is_owed = self._is_owed, self._is_owed or is_due or decision.save
+        if self._is_owed and not was_owed and decision.is_saving:
+            log.info("the next checkpoint waits until the one before is written")
+        return self._is_owed and not decision.is_saving
+
+    def saved(self, blocked_s: float) -> None:
+        """Restart the save clock after a save that stopped training for some seconds."""
+        self._saved_at, self._is_owed = self._now(), False
+        self._blocked_ms = min(int(1000 * blocked_s), 2**31 - 1)
+
+    def _save_interval_s(self) -> float | None:
+        # On rank 0. It is longer if the last save stopped the slowest rank for a large share of it.
+        every_s, blocked_s = self._save_every_s, self._blocked_ms / 1000
+        if every_s is None or self._said_s is None or not self._is_limited:
+            return every_s
+        least_s = blocked_s / MAX_SAVING_SHARE
+        if least_s > self._said_s:
+            self._said_s = least_s
+            log.info(
+                "a checkpoint stops training for %.1f s, so the next one comes after %.0f min "
+                "instead of %.0f min; this keeps saving at %.0f %% of the time",
+                *(blocked_s, least_s / 60, every_s / 60, 100 * MAX_SAVING_SHARE),
+            )
+        return max(every_s, least_s)

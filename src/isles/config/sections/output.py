@@ -19,22 +19,29 @@ HuggingFaceId = Annotated[
 """A repository at Hugging Face."""
 
 
+_AUTO_SAVE_S = 600.0
+
+
 class CheckpointConfig(Section):
     """When to save checkpoints, and how many to keep."""
 
-    every_steps: Annotated[int, Field(ge=1)] | None = 200
-    """Steps between two checkpoints. If every_minutes is over first, isles saves then. isles also
-    saves on a stop and at the end of the run. null disables saving by steps."""
+    every_steps: Annotated[int, Field(ge=1)] | None = None
+    """Steps between two checkpoints. Default: isles saves by time. isles also saves on a stop and
+    at the end of the run. If the disk is still busy with the checkpoint before, isles saves a few
+    steps later."""
 
-    every_minutes: Annotated[float, Field(gt=0)] | None = 20.0
-    """Minutes between two checkpoints. null disables saving by time."""
+    every_minutes: Annotated[float, Field(gt=0)] | Literal["auto"] | None = "auto"
+    """Minutes between two checkpoints. auto: 10 minutes, or longer if saving would stop training
+    for more than 2 % of the time. If every_steps is set, auto saves by steps only. null disables
+    saving by time."""
 
     keep: Annotated[int, Field(ge=1)] = 3
     """Number of checkpoints to keep. isles verifies a new checkpoint before it deletes an old
     checkpoint."""
 
     async_save: bool = True
-    """Write checkpoints in the background while training continues."""
+    """Write checkpoints in the background while training continues. false: training waits for each
+    checkpoint."""
 
     export_on_finish: bool = True
     """At the end of the run, write a Hugging Face folder to RUN/model."""
@@ -64,6 +71,13 @@ class CheckpointConfig(Section):
     timeout: DurationS = 1800.0
     """Longest time without progress while isles writes a checkpoint. Then the run stops with an
     error. With training.script: time from SIGTERM to a kill of the script, 60s if not set."""
+
+    @property
+    def save_every_s(self) -> float | None:
+        """Seconds between two checkpoints by time. None: isles does not save by time."""
+        if self.every_minutes == "auto":
+            return _AUTO_SAVE_S if self.every_steps is None else None
+        return None if self.every_minutes is None else 60 * self.every_minutes
 
 
 TrackerName = Literal["jsonl", "tensorboard", "wandb", "mlflow"]

@@ -109,8 +109,8 @@ class SimulationSettings:
     deadline_s: float = 60.0
     max_rate: float = math.inf
     has_momentum: bool = True
-    save_every_steps: int | None = 200
-    save_every_s: float | None = 1200.0
+    save_every_steps: int | None = None
+    save_every_s: float | None = 600.0
     costs: Costs = field(default=CODEC_COSTS["int8"])
     flops_per_token: float = 0.0
     max_sync_overhead: float = 0.02
@@ -209,9 +209,7 @@ def setting_of(loaded: Loaded, *, parameters: int | None = None) -> SimulationSe
         max_rate=outer.max_bytes_per_s or math.inf,
         has_momentum=outer.momentum > 0,
         save_every_steps=config.checkpoint.every_steps,
-        save_every_s=None
-        if config.checkpoint.every_minutes is None
-        else 60.0 * config.checkpoint.every_minutes,
+        save_every_s=config.checkpoint.save_every_s,
         costs=CODEC_COSTS[outer.codec_config.kind],
         flops_per_token=6.0 * sum(fragments),
         max_sync_overhead=outer.max_sync_overhead,
