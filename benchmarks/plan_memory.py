@@ -45,7 +45,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from isles.checkpoint.save import stage
+from isles.checkpoint.staging import assigned
 from isles.config.layout import Strategy, make_layout
 from isles.config.memory import architecture, holding_of, setting_of
 from isles.config.sections.run import RunConfig
@@ -476,7 +476,7 @@ def _train(case: Case, model: Any, mesh: Mesh, world: World) -> Counted:
     for parameter in model.parameters():
         vars(parameter).pop("quant_state", None)  # frozen, and asked for its values
     state = engine.state_dict()
-    saved = sum(_local_bytes(tensor) for tensor in stage(state, engine.replicas).values())
+    saved = sum(_local_bytes(tensor) for tensor in assigned(state, engine.replicas).values())
     if case.group == "zero":  # what it collects is in main memory already
         saved += sum(map(_local_bytes, state.values()))
     return Counted(tracker.peak, tracker.at, saved)

@@ -120,8 +120,8 @@ checkpoint/save.py dist/test_resume.py::test_kills_at_any_instant_change_no_bit
 = changed bytes of a checkpoint are not seen
 run/checkpoints.py
 dist/test_resume.py::test_stops_and_a_broken_checkpoint_change_no_bit
-- elif hash_file(file) != expected.sha256:
-+ elif hash_file(file) == "":
+- elif hashes and hash_file(file) != expected.sha256:
++ elif hashes and hash_file(file) == "":
 = what is written is not on the disk before it is renamed
 run/records.py unit/test_store.py
 -             if durable:
@@ -130,10 +130,9 @@ run/records.py unit/test_store.py
 +                 pass
 = the files of a checkpoint are not on the disk before it is named
 checkpoint/save.py unit/test_store.py
--     for file in partial.iterdir():
--         _flush(file)
-+     for file in partial.iterdir():
-+         pass
+- os.fsync(handle)
+-         _drop_cache(handle, 0, 0)
++ _drop_cache(handle, 0, 0)
 = random numbers begin anew at a resume
 checkpoint/load.py dist/test_resume.py
 - torch.set_rng_state(

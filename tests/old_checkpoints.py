@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from isles.checkpoint.load import load_tensors
 from isles.checkpoint.tensors import TensorReader
-from isles.run.checkpoints import hash_files
+from isles.run.checkpoints import describe_file
 from isles.run.manifest import MANIFEST
 from isles.run.records import read_record, write_record
 
@@ -56,6 +56,12 @@ def make_old(folder: Path) -> None:
         file.unlink()
     write_old(state, folder)
     hash_again(folder, version=1)
+
+
+def hash_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """What a manifest lists: every file of a folder except itself."""
+    files = sorted(entry for entry in folder.iterdir() if entry.name != MANIFEST)
+    return {entry.name: describe_file(entry) for entry in files}
 
 
 def hash_again(folder: Path, **more: object) -> None:

@@ -128,9 +128,9 @@ def rank_on_a_disk_that_keeps(env: RankEnv, *arguments: Any) -> tuple[int, list[
             raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
         remove(path, **options)
 
-    def noted(folder: Path) -> list[str]:
+    def noted(folder: Path, **options: bool) -> list[str]:
         verified.append(folder.name)
-        return verify(folder)
+        return verify(folder, **options)
 
     shutil.rmtree, saving.verify_checkpoint = refuse, noted
     return one_rank(env, *arguments), verified

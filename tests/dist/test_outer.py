@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from isles.checkpoint.load import load_tensors
-from isles.checkpoint.save import stage, write_shards
+from isles.checkpoint.save import write_shards
 from isles.config.load import load_run_file
 from isles.dist.batch import Batch
 from isles.dist.world import World, join_world, leave_world
@@ -236,7 +236,7 @@ def leave_a_state(env: RankEnv, run_file: Path, path: Path) -> dict[str, Any]:
     assert cluster.pending == [0]
     digests = [side.export(fragment, path / f"{fragment}.safetensors", 2) for fragment in range(2)]
     (path / "saved").mkdir(exist_ok=True)
-    write_shards(stage(cluster.state_dict(), (0, 1)), path / "saved", world.saving)
+    write_shards(cluster.state_dict(), path / "saved", world.saving)
     weights = side.weights()
     if world.is_main:
         save_file(weights, path / "weights.safetensors")

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from isles.checkpoint import save as saving
 from isles.config.sections.output import CheckpointConfig
 from isles.config.sections.training import TrainingConfig
 from isles.dist.world import join_world
+from isles.errors import ExitCode
 from isles.run.checkpoints import list_checkpoints, verify_checkpoint
 from isles.run.env import RankEnv
+from isles.run.records import read_record
 from isles.train.stop import Agreement
 from tests.dist.test_resume import is_saving, same_bits, until_recorded, with_dropout
+from tests.dist.test_unshared import rank_on_host
 from tests.ranks import one_rank, run_ranks, start_training, train
 
 LENGTH = ("training.max_steps=60", "training.logging_steps=1", "checkpoint.keep=99")
@@ -69,8 +74,6 @@ def test_saves_by_time_are_every_ten_minutes_unless_steps_are_set() -> None:
         "{every_steps: 100, every_minutes: 5}": 300.0,
         "{every_minutes: null}": None,
     }
-    import yaml
-
     found = {text: CheckpointConfig(**yaml.safe_load(text)).save_every_s for text in every_s}
     assert found == every_s
 
@@ -109,6 +112,76 @@ def test_steps_do_not_wait_for_a_slow_disk(run_file: Path, saves: str) -> None:
     assert log.count("the next checkpoint waits until the one before is written") >= 1
     for info in list_checkpoints(run_dir):
         assert verify_checkpoint(info.path) == []
+
+
+def files_read_back(rank: Any, env: RankEnv, *arguments: Any) -> list[tuple[str, int]]:
+    """The files that a rank reads back from the disk, with their sizes."""
+    found, read = list[tuple[str, int]](), saving._hash_on_disk
+
+    def noted(file: Path, moved: Any) -> str:
+        found.append((file.name, file.stat().st_size))
+        return read(file, moved)
+
+    saving._hash_on_disk = noted
+    assert rank(env, *arguments) == 0
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_each_rank_reads_back_its_own_files(run_file: Path, strategy: str) -> None:
+    options = ("training.max_steps=5", f"strategy={{kind: {strategy}}}")
+    how: Any = {"rank": functools.partial(files_read_back, one_rank)}
+    run_dir, _, gang = start_training(run_file, 2, *options, **how)
+    first, second = map(dict, gang.wait())
+    assert set(first) == {"tensors-00000.bin", "rng-00000.safetensors", "tensors.json"}
+    assert set(second) == {"tensors-00001.bin", "rng-00001.safetensors"}
+    one, other = first["tensors-00000.bin"], second["tensors-00001.bin"]
+    assert abs(one - other) < 0.2 * (one + other), "halves"
+    (saved,) = list_checkpoints(run_dir)
+    assert {name: facts.size for name, facts in saved.manifest.files.items()} == first | second
+    assert verify_checkpoint(saved.path) == [], "hashed from memory, as the disk has it"
+
+
+def test_rank_0_reads_back_the_files_of_ranks_that_do_not_see_its_disk(run_file: Path) -> None:
+    apart = ("training.max_steps=5", f"output_dir={run_file.parent / 'apart'}")
+    how: Any = {"rank": functools.partial(files_read_back, rank_on_host)}
+    run_dir, _, gang = start_training(run_file, 2, *apart, **how)
+    first, second = map(dict, gang.wait())
+    assert set(first) == set(list_checkpoints(run_dir)[0].manifest.files) and not second
+
+
+def rank_on_a_failing_disk(env: RankEnv, *arguments: Any) -> int:
+    """The disk of rank 1 changes a byte of the second checkpoint."""
+    write, count = saving.write_shards, 0
+
+    def damage(staged: Any, folder: Path, *more: Any) -> Any:
+        nonlocal count
+        count += 1
+        files = write(staged, folder, *more)
+        if count == 2:
+            with (folder / "tensors-00001.bin").open("r+b") as stream:
+                stream.seek(100)
+                byte = stream.read(1)[0]
+                stream.seek(100)
+                stream.write(bytes([byte ^ 1]))
+        return files
+
+    if env.rank == 1:
+        saving.write_shards = damage
+    return one_rank(env, *arguments)
+
+
+def test_a_checkpoint_that_a_disk_changes_is_refused(run_file: Path) -> None:
+    saves = ("checkpoint.every_steps=5", "checkpoint.async_save=false", "training.max_steps=20")
+    how: Any = {"rank": rank_on_a_failing_disk}
+    run_dir, attempt, gang = start_training(run_file, 2, *saves, **how)
+    assert gang.wait() == [ExitCode.TRAINING] * 2
+    for rank in range(2):
+        what = (read_record(attempt.rank_error(rank)) or {})["what"]
+        assert "differs from the written data: tensors-00001.bin: its bytes have changed" in what
+    (whole,) = list_checkpoints(run_dir)
+    assert whole.step == 5 and verify_checkpoint(whole.path) == []
+    assert not is_saving(run_dir)
 
 
 def test_killed_and_resumed_from_a_save_by_time_equals_uninterrupted(run_file: Path) -> None:

@@ -14,6 +14,9 @@
 | collectives of Muon for 8 matrices of a shape, fsdp | 117 | 2 | 2 |
 | matrices that a rank orthogonalizes, 8 of a shape, 8 ranks | 8 | 1 | 1 |
 | passes over the gradients between norm and step, fp16 and clipping | 2 | 1 | 1 |
+| saves that a step waits for, while one is unfinished | 1 | 0 | 0 |
+| new main memory for the second save of a state, share of its bytes | 1 | 0 | 0 |
+| files of other ranks that rank 0 hashes or reads back in a save | all, twice | 0 | 0 |
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,8 +41,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from isles.checkpoint import save as saving
+from isles.checkpoint import staging
 from isles.config.layout import make_layout
 from isles.config.sections.model import AdapterConfig
+from isles.config.sections.output import CheckpointConfig
 from isles.config.sections.strategy import FSDPStrategyConfig
 from isles.config.sections.training import TrainingConfig
 from isles.data.mix import row_width
@@ -49,6 +56,7 @@ from isles.facts.memory.step import chunk_tokens
 from isles.models import recompute
 from isles.models.adapter import add_adapter
 from isles.models.recompute import set_gradient_checkpointing
+from isles.run import checkpoints
 from isles.strategies import head as head_module
 from isles.strategies.fsdp import shard_model
 from isles.strategies.objective import CausalLM
@@ -56,6 +64,7 @@ from isles.strategies.sequence import MicroBatchPart
 from isles.strategies.stepper import Stepper
 from isles.train.optimizer import muon
 from isles.train.optimizer.make import make_optimizers
+from isles.train.stop import Agreement
 from tests.each import each
 from tests.small_models import small_model
 
@@ -424,3 +433,48 @@ def test_attention_gets_the_longest_document_not_the_row():
     assert (inputs["max_length_q"], inputs["max_length_k"]) == (64, 64)
     assert isolation_inputs(model, positions, ends)["max_length_q"] == sum(lengths)
     assert longest_document(cu_seqlens(torch.arange(100).view(1, -1)), 100) == 100
+
+
+def test_no_step_waits_for_an_unfinished_save():
+    config: Any = SimpleNamespace(
+        training=TrainingConfig(max_steps=9, global_batch_size=1), checkpoint=CheckpointConfig()
+    )
+    world: Any = SimpleNamespace(is_main=True, world_size=1)
+    signals: Any = SimpleNamespace(stop_code=0)
+    agreement, saves = Agreement(world, signals, config, 0.0), []
+    for step in range(1, 10):
+        agreement.ask(is_saving=step in range(3, 8))  # of step 2
+        if agreement.may_save(agreement.decide(), is_due=step % 2 == 0):
+            saves.append(step)
+            agreement.saved(0.0)
+    assert saves == [2, 8], "not at 4 and 6; the save of 4 takes its turn at 8, with that of 8"
+
+
+def test_the_second_save_of_a_state_takes_no_new_main_memory(monkeypatch):
+    state = {name: torch.randn(64, 64) for name in ("weight", "moment")}
+    sizes, make = list[int](), torch.empty
+
+    def noted(size: int, **options: Any) -> Tensor:
+        sizes.append(size)
+        return make(size, **options)
+
+    monkeypatch.setattr(staging.torch, "empty", noted)
+    buffers = staging.Buffers(torch.device("cpu"), 1)
+    places = [{copy.data_ptr() for copy in buffers.copy(state).values()} for _ in range(2)]
+    assert sizes == [2 * 64 * 64 * 4] and places[0] == places[1]
+
+
+def test_rank_0_reads_no_file_of_another_rank(tmp_path, monkeypatch):
+    partial, names = tmp_path / "partial", [f"tensors-{rank:05d}.bin" for rank in range(8)]
+    partial.mkdir()
+    for name in names:
+        (partial / name).write_bytes(name.encode())
+    files = {name: checkpoints.describe_file(partial / name) for name in names}
+    read, on_disk = list[str](), saving._hash_on_disk
+    monkeypatch.setattr(checkpoints, "hash_file", lambda file: read.append(file.name))
+    monkeypatch.setattr(
+        saving, "_hash_on_disk", lambda file, moved: read.append(file.name) or on_disk(file, moved)
+    )
+    saving.read_back(partial, {names[0]: files[names[0]]})
+    saving.seal(partial, tmp_path / "whole", {"version": 1, "step": 1}, files)
+    assert read == names[:1]

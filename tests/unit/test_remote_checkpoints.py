@@ -14,13 +14,14 @@ from isles.errors import ConfigErrors, UserError
 from isles.run import bucket
 from isles.run.begin import begin_run
 from isles.run.bucket import RunStore, TakenOver, bring_newer, take
-from isles.run.checkpoints import checkpoint_name, hash_files, list_checkpoints, verify_checkpoint
+from isles.run.checkpoints import checkpoint_name, list_checkpoints, verify_checkpoint
 from isles.run.choose import Begun
 from isles.run.objects import Folder, StoreError
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
 from isles.run.upload import Uploader
 from tests.deadline import at_once, until
+from tests.old_checkpoints import hash_files
 
 
 def begin(run_file: Path, machine: Path, remote: Path, *more: str, resume: str = "auto") -> Begun:

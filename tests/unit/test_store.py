@@ -22,14 +22,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from isles.checkpoint.card import card_text
 from isles.checkpoint.export import export_model
-from isles.checkpoint.save import CheckpointManager, seal
+from isles.checkpoint.save import CheckpointManager, read_back, seal
 from isles.checkpoint.tensors import disk_failure
 from isles.config.resolve import resolve
 from isles.config.sections.output import CheckpointConfig
 from isles.dist.files import Disks
 from isles.dist.world import RankLocation, World
 from isles.errors import DataError, TrainingError, UserError
-from isles.run.checkpoints import CheckpointInfo, checkpoint_name
+from isles.run.checkpoints import CheckpointInfo, checkpoint_name, describe_file
 from isles.run.manifest import MANIFEST, MANIFEST_VERSION, Manifest
 from isles.run.paths import RunDir
 from isles.run.records import write_record
@@ -127,7 +127,9 @@ def test_records_and_checkpoints_are_on_the_disk_before_their_names(tmp_path, mo
     partial.mkdir()
     for part in ("tensors-00000.bin", "rng-00000.safetensors"):
         (partial / part).write_bytes(b"weights")
-    seal(partial, final, {"version": 1, "step": 1})
+    files = {file.name: describe_file(file) for file in partial.iterdir()}
+    read_back(partial, files)
+    seal(partial, final, {"version": 1, "step": 1}, files)
     assert tmp_path.stat().st_ino in safe  # the entry of the name itself
     assert (final / "manifest.json").exists()
     write_record(tmp_path / "a.json", {"step": 1})

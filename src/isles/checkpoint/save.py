@@ -1,12 +1,14 @@
 """Saving: a checkpoint is written under a temporary name, hashed, read back, and renamed.
 
-Training continues while a thread writes. A node with a separate disk writes its parts into its own
-run directory and sends them to rank 0. Only rank 0 has the complete checkpoint then.
+Training continues while a thread writes. Each rank hashes its own files from memory and reads them
+back. A node with a separate disk writes its parts into its own run directory and sends them to rank
+0, which reads them back. Only rank 0 has the complete checkpoint then.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import logging
 import os
@@ -26,18 +28,18 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 
 from isles.checkpoint.load import rng_file, save_readable
+from isles.checkpoint.staging import Buffers, assigned
 from isles.checkpoint.tensors import TensorWriter, disk_failure, first_failure
 from isles.config.sections.output import CheckpointConfig
 from isles.dist.files import Disks, gather_folder
-from isles.dist.world import World, raise_first
+from isles.dist.world import World, on_every_rank, raise_first
 from isles.errors import TrainingError, UserError
 from isles.run.checkpoints import (
     PARTIAL_PREFIX,
     checkpoint_name,
-    hash_files,
+    describe_file,
     list_checkpoints,
     sync_folder,
     verify_checkpoint,
@@ -48,6 +50,8 @@ from isles.run.records import MAX_LIST_BYTES, read_record, write_record
 from isles.run.upload import Uploader
 
 log = logging.getLogger(__name__)
+
+_PIECE_BYTES = 8 * 2**20
 
 
 class CheckpointManager:
@@ -80,6 +84,7 @@ class CheckpointManager:
         self._uploader = uploader
         self.moved_at = now()
         """When a part of a save last progressed, by `now`."""
+        self._buffers = Buffers(world.device, world.local_world_size)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._pending_step = -1
@@ -148,13 +153,17 @@ class CheckpointManager:
                 random = {"cpu": torch.get_rng_state()}
                 if torch.cuda.is_available():  # memory of this rank's GPU
                     random["cuda"] = torch.cuda.get_rng_state()
-                save_readable(random, rng_file(self._staging(partial), self._world.rank))
+                file = rng_file(self._staging(partial), self._world.rank)
+                save_readable(random, file)
+                files = {file.name: describe_file(file)}
             except (OSError, SafetensorError) as error:
                 raise self._cannot_save(step, error) from error
-            staged = stage(state, replicas) | stage(dict(own), (0, 1))
+            staged = self._buffers.copy({**assigned(state, replicas), **own})
             self._pending_step, self.moved_at = step, self._now()
             manifest = {**manifest, "attempt": self._attempt}
-            self._pending = self._writer.submit(self._write, staged, partial, final, manifest)
+            self._pending = self._writer.submit(
+                self._write, staged, files, partial, final, manifest
+            )
             if wait or not self._config.async_save:
                 self.wait()
 
@@ -205,6 +214,7 @@ class CheckpointManager:
             self.wait()
         finally:
             self._writer.shutdown(wait=False, cancel_futures=True)
+            self._buffers.close()
 
     def _prepare(self, partial: Path, final: Path, manifest: dict[str, Any]) -> bool:
         # Create the folder on rank 0's disk; False if the step is already saved.
@@ -251,23 +261,39 @@ class CheckpointManager:
         raise_first(self._world.gather(failure))
 
     def _write(
-        self, staged: dict[str, Any], partial: Path, final: Path, manifest: dict[str, Any]
+        self,
+        staged: dict[str, Tensor],
+        files: dict[str, dict[str, Any]],
+        partial: Path,
+        final: Path,
+        manifest: dict[str, Any],
     ) -> None:
-        # In the writer's thread, on all ranks.
+        # In the writer's thread, on all ranks. `files` are already written.
         group, staging = self._world.saving, self._staging(partial)
+        step = int(manifest["step"])
 
-        def finish() -> None:
+        def guarded(work: Callable[..., None], *arguments: Any) -> None:
             try:
-                seal(partial, final, manifest)
+                work(*arguments)
             except OSError as error:
-                raise self._cannot_save(int(manifest["step"]), error) from error
+                raise self._cannot_save(step, error) from error
 
         try:
-            write_shards(staged, staging, group)
+            files |= write_shards(staged, staging, group, self._moved)
             if self._disks.apart_leaders:
                 gather_folder(
                     staging, self._world, sends=self._sends, group=group, progress=self._moved
                 )
+            by_rank = self._world.gather(files, group=group)
+            files = {name: facts for each in by_rank for name, facts in sorted(each.items())}
+            # Rank 0 reads the files of ranks that do not see its disk.
+            mine: dict[str, dict[str, Any]] = {}
+            for rank, written in enumerate(by_rank):
+                if self._world.rank == (0 if self._disks.is_apart[rank] else rank):
+                    mine |= written
+            check = functools.partial(guarded, read_back, partial, mine, self._moved)
+            on_every_rank(self._world, check, group=group)
+            finish = functools.partial(guarded, seal, partial, final, manifest, files)
             self._world.main_first(finish, group=group)
         except BaseException:  # including torch's CheckpointException; `wait` raises it
             if self._world.is_main:
@@ -278,7 +304,6 @@ class CheckpointManager:
                 shutil.rmtree(staging, ignore_errors=True)
         if not self._world.is_main:
             return
-        step = int(manifest["step"])
         older = [info for info in list_checkpoints(self._run_dir) if info.step < step]
         for info in older[: max(0, len(older) + 1 - self._config.keep)]:
             # A checkpoint that is being read is removed after the next save.
@@ -290,9 +315,8 @@ class CheckpointManager:
         if self._uploader is not None:
             self._uploader.look()
 
-    def _moved(self, done: int, total: int) -> None:
+    def _moved(self, *_: int) -> None:
         self.moved_at = self._now()
-        log.debug("parts done=%d of=%d", done, total)
 
     def _too_slow(self) -> TrainingError:
         return TrainingError(
@@ -316,62 +340,78 @@ class CheckpointManager:
         )
 
 
-def stage(state: dict[str, Any], replicas: tuple[int, int]) -> dict[str, Tensor]:
-    """A copy in CPU memory of the tensors that this rank writes.
-
-    The ranks that hold the same replicated tensors divide them by size, so that each tensor is
-    copied and written once. Shards stay with their rank.
+def write_shards(
+    staged: dict[str, Tensor],
+    folder: Path,
+    group: dist.ProcessGroup,
+    moved: Callable[[], None] = lambda: None,
+) -> dict[str, dict[str, Any]]:
+    """Write this rank's part into an existing folder. All ranks must call this.
 
     Args:
-        state: tensors and shards (DTensors) by name.
-        replicas: this rank's number among the ranks with the same plain tensors, and the number of
-            these ranks.
+        moved: called after each tensor.
+
+    Returns:
+        Size and SHA-256 of each file that this rank has written, by name.
     """
-    rank, world_size = replicas
-    plain = [name for name, value in state.items() if not isinstance(value, DTensor)]
-    assigned = [0] * world_size
-    mine: set[str] = {name for name in state if isinstance(state[name], DTensor)}
-    for name in sorted(plain, key=lambda n: (-state[n].numel() * state[n].element_size(), n)):
-        owner = assigned.index(min(assigned))
-        assigned[owner] += state[name].numel() * state[name].element_size()
-        if owner == rank:
-            mine.add(name)
-    return {
-        name: value.detach().to("cpu", copy=True) for name, value in state.items() if name in mine
-    }
-
-
-def write_shards(staged: dict[str, Tensor], folder: Path, group: dist.ProcessGroup) -> None:
-    """Write this rank's part into an existing folder. All ranks must call this."""
+    writer = TensorWriter(folder, moved)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        save(staged, storage_writer=TensorWriter(folder), process_group=group)
+        save(staged, storage_writer=writer, process_group=group)
+    return writer.files
 
 
-def seal(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
-    """Hash a written folder, read it back from the disk, and rename it. Rank 0 only.
+def read_back(
+    folder: Path, files: Mapping[str, Mapping[str, Any]], moved: Callable[[], None] = lambda: None
+) -> None:
+    """Force files to the disk, read them back past the page cache, and compare them.
+
+    Args:
+        files: the written data, as in a manifest.
+        moved: called after each piece.
 
     Raises:
-        TrainingError: the files read back differ from the written files.
+        TrainingError: the files read back differ from the written data.
     """
-    record = {**manifest, "files": hash_files(partial)}
-    write_record(partial / MANIFEST, record)
-    for file in partial.iterdir():
-        _flush(file)
+    changed = [
+        f"{name}: its bytes have changed since the save (the SHA-256 differs)"
+        for name, facts in files.items()
+        if _hash_on_disk(folder / name, moved) != facts["sha256"]
+    ]
+    if changed:
+        raise _damaged(folder, changed)
+
+
+def seal(
+    partial: Path,
+    final: Path,
+    manifest: dict[str, Any],
+    files: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Write the manifest of a folder whose files were read back, and rename it. Rank 0 only.
+
+    Raises:
+        TrainingError: a file is missing or has another size.
+    """
+    write_record(partial / MANIFEST, {**manifest, "files": files})
     sync_folder(partial)
-    if issues := verify_checkpoint(partial):
-        raise TrainingError(
-            f"the checkpoint on the disk differs from the written data: {'; '.join(issues)}",
-            where=str(partial),
-            fix="check the disk (dmesg, smartctl); the previous checkpoint is unchanged",
-            id="checkpoint.unsaved",
-        )
+    if issues := verify_checkpoint(partial, hashes=False):
+        raise _damaged(partial, issues)
     removed = _removed(final)
     if final.exists():  # the same step, with an average that arrived later
         final.replace(removed)
     partial.replace(final)
     sync_folder(final.parent)
     shutil.rmtree(removed, ignore_errors=True)
+
+
+def _damaged(partial: Path, issues: list[str]) -> TrainingError:
+    return TrainingError(
+        f"the checkpoint on the disk differs from the written data: {'; '.join(issues)}",
+        where=str(partial),
+        fix="check the disk (dmesg, smartctl); the previous checkpoint is unchanged",
+        id="checkpoint.unsaved",
+    )
 
 
 def _discard(folder: Path) -> None:
@@ -389,12 +429,23 @@ def _removed(folder: Path) -> Path:
     return folder.with_name(f"{PARTIAL_PREFIX}removed-{folder.name.lstrip('.')}")
 
 
-def _flush(file: Path) -> None:
-    # Flush to the disk and drop the page cache, so that reading back reads the disk.
-    handle = os.open(file, os.O_RDONLY)
-    try:
+def _hash_on_disk(file: Path, moved: Callable[[], None]) -> str:
+    # The page cache is dropped before the read, so that it reads the disk, and after each piece, so
+    # that a checkpoint does not push the training data out of the page cache.
+    digest, piece, start = hashlib.sha256(), memoryview(bytearray(_PIECE_BYTES)), 0
+    with file.open("rb", buffering=0) as stream:
+        handle = stream.fileno()
         os.fsync(handle)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(handle)
+        _drop_cache(handle, 0, 0)
+        while size := stream.readinto(piece):
+            digest.update(piece[:size])
+            _drop_cache(handle, start, size)
+            start += size
+            moved()
+    return digest.hexdigest()
+
+
+def _drop_cache(handle: int, start: int, size: int) -> None:
+    # A size of 0 stands for the whole file.
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(handle, start, size, os.POSIX_FADV_DONTNEED)

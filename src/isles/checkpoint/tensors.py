@@ -8,12 +8,14 @@ reads the archives of isles 0.1.0, which torch wrote, without running the pickle
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import io
 import os
 import shutil
 import socket
 import struct
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -55,10 +57,17 @@ _HEAD_BYTES, _HEAD_NAMES = 30, 26
 
 
 class TensorWriter(StorageWriter):
-    """Writes this rank's tensors into a folder that exists."""
+    """Writes this rank's tensors into a folder that exists, and hashes them from memory.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        moved: called after each tensor.
+    """
+
+    def __init__(self, folder: Path, moved: Callable[[], None] = lambda: None) -> None:
         self._folder = folder
+        self._moved = moved
+        self.files: dict[str, dict[str, Any]] = {}
+        """Size and SHA-256 of the files that this rank has written, by name."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
 
@@ -81,18 +90,21 @@ class TensorWriter(StorageWriter):
         return future
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        results, start = [], 0
+        results, start, digest = [], 0, hashlib.sha256()
         with (self._folder / plan.storage_data).open("wb", buffering=_BUFFER_BYTES) as stream:
             for item in plan.items:
                 value = planner.resolve_data(item)
                 assert isinstance(value, Tensor), item.index
                 numbers = _bytes_of(value.detach().cpu().contiguous())
                 stream.write(numbers)
+                digest.update(numbers)  # releases the interpreter's lock
+                self._moved()
                 place = (plan.storage_data, start, len(numbers))
                 results.append(WriteResult(item.index, len(numbers), place))
                 start += len(numbers)
             stream.flush()
             os.fsync(stream.fileno())
+        self._note(plan.storage_data, start, digest.hexdigest())
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -105,7 +117,12 @@ class TensorWriter(StorageWriter):
                 for chunk in entry.chunks
             )
             tensors[name] = SavedTensor(_name_of(entry.properties.dtype), tuple(entry.size), pieces)
-        (self._folder / INDEX).write_text(index_text(tensors), encoding="utf-8")
+        text = index_text(tensors).encode()
+        (self._folder / INDEX).write_bytes(text)
+        self._note(INDEX, len(text), hashlib.sha256(text).hexdigest())
+
+    def _note(self, name: str, size: int, sha256: str) -> None:
+        self.files[name] = {"size": size, "sha256": sha256}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -132,15 +132,20 @@ def place_of(world: World) -> RankLocation:
     return RankLocation(world.rank, world.rank - world.local_rank, world.host)
 
 
-def on_every_rank(world: World, work: Callable[[], T]) -> T:
+def on_every_rank(
+    world: World, work: Callable[[], T], *, group: dist.ProcessGroup | None = None
+) -> T:
     """Run `work` on every rank, and return this rank's result. All ranks must call this.
+
+    Args:
+        group: the process group that exchanges failures; None: `control`.
 
     Raises:
         UserError: of the first rank that failed, on every rank; lists the failed nodes unless all
             failed.
     """
     value, failure = _caught(work)
-    found = world.gather((place_of(world), failure))
+    found = world.gather((place_of(world), failure), group=group)
     failed = [(place, error) for place, error in found if error is not None]
     if not failed:
         return value  # type: ignore[return-value]  # no error: `work` has returned
