@@ -16,6 +16,7 @@
 | passes over the gradients between norm and step, fp16 and clipping | 2 | 1 | 1 |
 | saves that a step waits for, while one is unfinished | 1 | 0 | 0 |
 | new main memory for the second save of a state, share of its bytes | 1 | 0 | 0 |
+| share of a model that a rank holds in main memory while it loads it to a GPU | 1 | 0 | 0 |
 | files of other ranks that rank 0 hashes or reads back in a save | all, twice | 0 | 0 |
 """
 
@@ -40,11 +41,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+from transformers import AutoModelForCausalLM
 
 from isles.checkpoint import save as saving
 from isles.checkpoint import staging
 from isles.config.layout import make_layout
-from isles.config.sections.model import AdapterConfig
+from isles.config.sections.model import AdapterConfig, ModelConfig
 from isles.config.sections.output import CheckpointConfig
 from isles.config.sections.strategy import FSDPStrategyConfig
 from isles.config.sections.training import TrainingConfig
@@ -55,6 +57,7 @@ from isles.dist.world import World
 from isles.facts.memory.step import chunk_tokens
 from isles.models import recompute
 from isles.models.adapter import add_adapter
+from isles.models.build import build_model
 from isles.models.recompute import set_gradient_checkpointing
 from isles.run import checkpoints
 from isles.strategies import head as head_module
@@ -478,3 +481,18 @@ def test_rank_0_reads_no_file_of_another_rank(tmp_path, monkeypatch):
     saving.read_back(partial, {names[0]: files[names[0]]})
     saving.seal(partial, tmp_path / "whole", {"version": 1, "step": 1}, files)
     assert read == names[:1]
+
+
+def test_a_rank_loads_weights_straight_to_its_device(tmp_path, monkeypatch):
+    small_model().save_pretrained(tmp_path)
+    load, devices = AutoModelForCausalLM.from_pretrained, set[str]()
+
+    def noted(*args: Any, **options: Any) -> Any:
+        model, report = load(*args, **options)
+        devices.update(value.device.type for value in model.state_dict().values())
+        return model, report
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", noted)
+    config, meta = ModelConfig(name_or_path=str(tmp_path)), torch.device("meta")
+    build_model(config, device=meta, dtype=torch.float32, seed=0, vocab_size=None)
+    assert devices == {"meta"}, "which stands for a GPU"

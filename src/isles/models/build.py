@@ -356,7 +356,10 @@ def _load_pretrained(
     # The whole model on its device. For qlora, each matrix is converted to 4 bits there.
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
 
-    name, options = with_home(config.name_or_path), dict[str, Any]()
+    name = with_home(config.name_or_path)
+    # Each weight goes from the mapped file to the device. Otherwise each rank of a node holds the
+    # whole model in main memory first.
+    options: dict[str, Any] = {"device_map": {"": device}}
     hf_config = load_model_config(config)
     if adapter.type == "qlora":
         four_bits = BitsAndBytesConfig(
@@ -365,7 +368,7 @@ def _load_pretrained(
             bnb_4bit_use_double_quant=adapter.bnb_4bit_use_double_quant,
             bnb_4bit_compute_dtype=dtype,
         )
-        options = {"quantization_config": four_bits, "device_map": {"": device}}
+        options["quantization_config"] = four_bits
     try:
         check_files(name)
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -396,8 +399,6 @@ def _load_pretrained(
     for other, first in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if model.get_parameter(other) is not model.get_parameter(first):
             raise untied(config, first, other)
-    if not options:
-        return model.to(device)
     # On a CPU with AVX512-BF16, bitsandbytes repacks the weights at the first forward pass in eval
     # mode. This fails if a row is not a multiple of the block size, and no gradient passes then.
     for module in model.modules():
