@@ -158,7 +158,7 @@ class CheckpointManager:
                 files = {file.name: describe_file(file)}
             except (OSError, SafetensorError) as error:
                 raise self._cannot_save(step, error) from error
-            staged = self._buffers.copy(assigned(state, replicas) | dict(own))
+            staged = self._buffers.copy({**assigned(state, replicas), **own})
             self._pending_step, self.moved_at = step, self._now()
             manifest = {**manifest, "attempt": self._attempt}
             self._pending = self._writer.submit(

@@ -85,7 +85,7 @@ class Buffers:
     def close(self) -> None:
         """Give the memory back. No copy may be in use."""
         if self._kept is not None and self._is_pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._kept.data_ptr())
+            _runtime().cudaHostUnregister(self._kept.data_ptr())
         self._kept, self._is_pinned = None, False
 
     def _reserve(self, size: int) -> Tensor:
@@ -110,12 +110,17 @@ class Buffers:
         if self._device.type != "cuda":
             return False
         # Pinned memory of torch is up to twice as large, because torch rounds to a power of two.
-        error = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+        error = int(_runtime().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
         if error:
             log.info("copies for checkpoints are slower: CUDA pins no memory, error=%d", error)
             with contextlib.suppress(RuntimeError):  # the next kernel would report it once more
                 torch.ones(1, device=self._device)
         return error == 0
+
+
+def _runtime() -> Any:
+    cuda: Any = torch.cuda  # its types lack the runtime
+    return cuda.cudart()
 
 
 def _local(value: Tensor) -> Tensor:
@@ -126,5 +131,6 @@ def _like(copy: Tensor, value: Tensor) -> Tensor:
     if not isinstance(value, DTensor):
         return copy
     # Not `from_local`, which would move the copy to the device of the mesh.
-    made: Any = DTensor(copy, value._spec, requires_grad=False)
-    return made  # type: ignore[no-any-return]
+    make: Any = DTensor
+    shard: Tensor = make(copy, value._spec, requires_grad=False)
+    return shard
