@@ -179,7 +179,7 @@ class Work:
         attention: FLOPs of attention, with recomputation.
         traffic: bytes through the GPU's memory.
         launches: kernels.
-        copied: bytes between the GPU and main memory, beside computing.
+        copied: bytes between the GPU and main memory, which overlap computing.
         forward_share: share of the time outside the backward pass.
     """
 
