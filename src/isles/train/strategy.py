@@ -32,6 +32,7 @@ from isles.dist.mesh import Mesh, make_mesh
 from isles.dist.world import World, gpu_bytes
 from isles.errors import UserError
 from isles.facts.gpus import BF16_FIX, emulates_bf16
+from isles.facts.memory.layers import work
 from isles.models.attention import check_attention, use_maskless_attention
 from isles.run.limits import memory
 from isles.strategies.base import Engine
@@ -263,6 +264,7 @@ def make_engine(
                 mesh,
                 world,
                 precision=precision,
+                costs=work(architecture_of(model), config.data.seq_length),
                 parallelize=functools.partial(_cut_matrices, mesh=mesh),
             )
         case DDPStrategyConfig() | FSDPStrategyConfig():
