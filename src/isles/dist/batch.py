@@ -110,21 +110,27 @@ def attends_plainly(config: Any) -> bool:
     return kinds == {"full_attention"} and not getattr(text, "sliding_window", None)
 
 
-def block_mask(position_ids_BT: Tensor, window: int | None = None) -> Tensor:
-    """Mask for attention to earlier tokens of the same document; bool, [B, 1, T, T].
+def block_mask(
+    position_ids_BT: Tensor, window: int | None = None, queries_t: Tensor | None = None
+) -> Tensor:
+    """Mask for attention to earlier tokens of the same document; bool, [B, 1, t, T].
 
-    Made on the device without a synchronization; takes B*T*T bytes.
+    Made on the device without a synchronization; takes B*t*T bytes.
 
     Args:
         position_ids_BT: int64, 0 where a document begins.
         window: number of tokens that a token sees, itself included; None: no limit.
+        queries_t: places in a row of the tokens that attend; None: all, so that t is T.
     """
     documents_BT = (position_ids_BT == 0).cumsum(-1)
-    length = position_ids_BT.shape[1]
-    seen_TT = torch.ones(length, length, dtype=torch.bool, device=position_ids_BT.device).tril()
+    places_T = torch.arange(position_ids_BT.shape[1], device=position_ids_BT.device)
+    if queries_t is None:
+        queries_t = places_T
+    seen_tT = places_T <= queries_t[:, None]
     if window is not None:
-        seen_TT = seen_TT.triu(1 - window)
-    return ((documents_BT[:, :, None] == documents_BT[:, None, :]) & seen_TT).unsqueeze(1)
+        seen_tT &= places_T > queries_t[:, None] - window
+    own_Bt = documents_BT[:, queries_t]
+    return ((own_Bt[:, :, None] == documents_BT[:, None, :]) & seen_tT).unsqueeze(1)
 
 
 def _added(mask_B1TT: Tensor) -> Tensor:

@@ -242,7 +242,7 @@ def _make_model(
     if config.training.method == "dpo":
         disable_dropout(model)
     set_gradient_checkpointing(model, config.training.gradient_checkpointing)
-    use_attention(model, strategy, mesh, world.device, config.training)
+    use_attention(model, mesh, world.device, config.training)
     if config.training.torch_compile:
         compile_model(model, strategy)
     log.info(

@@ -145,7 +145,8 @@ def _wait(world: World) -> None:
 def resolve_mesh(strategy: Strategy, world: World) -> Mesh:
     """The grid of a strategy's ranks. All ranks must call this."""
     layout = make_layout(strategy, world.world_size, local_world_size=_ranks_per_node(world))
-    return make_mesh(layout, world, is_sharded=is_sharded(strategy))
+    deals_ends = isinstance(strategy, MeshSection) and strategy.cp_method == "allgather"
+    return make_mesh(layout, world, is_sharded=is_sharded(strategy), deals_ends=deals_ends)
 
 
 def _ranks_per_node(world: World) -> int:
@@ -347,11 +348,7 @@ def compile_model(model: nn.Module, strategy: Strategy) -> None:
 
 
 def use_attention(
-    model: nn.Module,
-    strategy: Strategy,
-    mesh: Mesh,
-    device: torch.device,
-    training: TrainingConfig,
+    model: nn.Module, mesh: Mesh, device: torch.device, training: TrainingConfig
 ) -> None:
     """Set the attention of a training run: without masks, or over ranks that share a sequence."""
     if mesh.layout.cp == 1:
@@ -364,8 +361,7 @@ def use_attention(
         return
     from isles.strategies.sequence import use_context_parallel_attention
 
-    assert isinstance(strategy, DDPStrategyConfig | FSDPStrategyConfig)
-    use_context_parallel_attention(model, mesh, strategy.cp_method)
+    use_context_parallel_attention(model, mesh)
 
 
 def _cut_matrices(model: nn.Module, mesh: Mesh) -> nn.Module:
