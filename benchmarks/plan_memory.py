@@ -334,11 +334,12 @@ def _counted(case: Case, shape: Any) -> Counted:
     fake = contextlib.nullcontext() if is_real else FakeTensorMode(allow_non_fake_inputs=True)
     world = _world(case.ranks, case.place, alone=case.group == "ddp")
     layout = make_layout(case.strategy, case.ranks, local_world_size=world.local_world_size)
-    mesh = make_mesh(layout, world, is_sharded=is_sharded(case.strategy))
+    deals_ends = getattr(case.strategy, "cp_method", "") == "allgather"
+    mesh = make_mesh(layout, world, is_sharded=is_sharded(case.strategy), deals_ends=deals_ends)
     model = _empty_model(case, shape)
     if layout.cp > 1:
         assert isinstance(case.strategy, DDPStrategyConfig | FSDPStrategyConfig)
-        use_context_parallel_attention(model, mesh, case.strategy.cp_method)
+        use_context_parallel_attention(model, mesh)
     with fake, _zeros_for_empty() if is_real else contextlib.nullcontext():
         _allocate(model)
         return _train(case, model, mesh, world)

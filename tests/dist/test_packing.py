@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from isles.data.tokens.tokenizer import train_tokenizer
 from isles.dist.batch import Batch, cu_seqlens, isolation_inputs
-from isles.facts.models import ISOLATED
+from isles.facts.models import ISOLATED, WINDOWED
 from isles.models.attention import use_maskless_attention
 from isles.run.paths import RunDir
 from isles.run.records import read_rows
@@ -165,6 +165,32 @@ def test_documents_of_a_row_are_as_if_alone(kind: str) -> None:
                     assert (logits[row, piece] - alone).abs().max() < 2e-5 * scale
                 leaks.append(float((joined[row, piece] - alone).abs().max()) / scale)
     assert max(leaks) > 0.05, "seeing the documents before would be told"
+
+
+@each(*sorted(WINDOWED))
+def test_sliding_windows_are_those_of_transformers(kind: str) -> None:
+    """With and without documents in a row: without its masks, and with masks of ours."""
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True}
+    model = small_model(kind, **layers, vocab_size=96, sliding_window=4, max_window_layers=1)
+    model.eval()
+    ids = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(1))
+    positions = torch.tensor([[i for n in row for i in range(n)] for row in [(7, 9), (3, 13)]])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.ndim > 1 else 1)  # so that attention matters
+        wanted = [model(input_ids=ids, use_cache=False).logits]
+        wanted.append(model(input_ids=ids, position_ids=positions, use_cache=False).logits)
+        assert not use_maskless_attention(model), "without a kernel it keeps its masks"
+        assert use_maskless_attention(model, device=torch.device("cpu"))
+        with ReadsToHost() as reads:
+            found = model(input_ids=ids, use_cache=False).logits
+        assert reads.count == 0
+        assert (found - wanted[0]).abs().max() < 2e-5 * wanted[0].abs().max()
+        for ends in (cu_seqlens(positions), None):
+            inputs = isolation_inputs(model, positions, ends)
+            assert ("attention_mask" in inputs) == (ends is None)
+            found = model(input_ids=ids, **inputs, use_cache=False).logits
+            assert (found - wanted[1]).abs().max() < 2e-5 * wanted[1].abs().max()
 
 
 def test_a_packed_step_reads_nothing_back():

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaForCausalLM
 
 from isles.config.load import load_run_file
 from isles.config.sections.strategy import DDPStrategyConfig
-from isles.dist.batch import Batch
+from isles.dist import batch as batch_module
+from isles.dist.batch import Batch, cu_seqlens, isolation_inputs
 from isles.dist.world import join_world
 from isles.errors import CommunicationError, UserError
+from isles.facts.memory.architecture import Architecture
+from isles.facts.memory.layers import assign_layers, work
 from isles.facts.models import PIPELINE
+from isles.models.attention import use_maskless_attention
 from isles.run.env import RankEnv
-from isles.strategies.pipeline.stages import assign_layers, check_model, cut_stage
+from isles.strategies import fused_loss
+from isles.strategies.fused_loss import loss_of_logits
+from isles.strategies.pipeline.stages import Inputs, MicroBatches, check_model, cut_stage
+from isles.strategies.sequence import whole
 from tests.dist.test_same_mathematics import (
     TOLERANCE,
     check_that_it_has_learned,
@@ -136,18 +147,98 @@ def test_stages_one_after_the_other_are_the_whole_model(kind: str, dtype: torch.
             parameter.mul_(1.5)
     tokens = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
     x, names = tokens, set[str]()
-    for index, layers in enumerate(assign_layers(4, 3)):
+    for index, layers in enumerate(assign_layers([1] * 4, 3)):
         stage = cut_stage(model, layers, is_first=index == 0, is_last=index == 2, dtype=dtype)
-        x = stage(x)
+        given, x = x, stage(x)
         own = {name for name, _ in stage.named_parameters()}
         assert not own & names, "no weight is on two stages"
         names |= own
     assert names == {name for name, _ in model.named_parameters()}
     assert torch.equal(x, model(input_ids=tokens).logits)
+    loss = stage(given, targets=tokens)
+    assert loss.item() == pytest.approx(loss_of_logits(x, tokens).item(), rel=1e-5)
+    each = loss_of_logits(x, tokens, reduction="none").view(tokens.shape)
+    assert torch.allclose(stage(given, targets=tokens, of_tokens=True), each, rtol=1e-4, atol=1e-4)
 
 
-@each((8, [2, 2, 2, 2]), (5, [3, 2]), (6, [1, 2, 2, 1]), (7, [2, 2, 2, 1]))
-def test_layers_are_dealt_evenly_and_the_ends_get_fewer(num_layers, counts):
-    dealt = assign_layers(num_layers, len(counts))
-    assert [index for part in dealt for index in part] == list(range(num_layers))
+class Largest(TorchDispatchMode):
+    """The most numbers of a tensor that is as wide as the vocabulary."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        wide = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.shape[-1:] == (64,)]
+        self.numbers = max([self.numbers, *(x.numel() for x in wide)])
+        return result
+
+
+@each(False, True)
+def test_the_last_stage_never_has_whole_logits(holds_losses, *, monkeypatch):
+    monkeypatch.setattr(fused_loss, "chunk_tokens", lambda vocab, gpu_bytes: 7)
+    model = small_model("llama", intermediate_size=48, num_hidden_layers=4)
+    stage = cut_stage(model, range(3, 4), is_first=False, is_last=True, dtype=torch.float32)
+    stage.holds_losses = holds_losses
+    hidden = torch.randn(2, 64, 32, requires_grad=True)
+    targets = torch.randint(0, 64, (2, 64))
+    wanted = loss_of_logits(stage(hidden), targets)
+    exact = torch.autograd.grad(wanted, [hidden, stage.lm_head.weight])
+    with Largest() as largest:
+        loss = stage(hidden, targets=targets)
+        # As a schedule that splits the backward pass: hidden states first, then the weights.
+        mine = torch.autograd.grad(loss * 0.5, hidden, retain_graph=True)
+        mine += torch.autograd.grad(loss * 0.5, stage.lm_head.weight)
+    assert 7 * 64 <= largest.numbers <= 32 * 64, "a chunk, or the head itself"
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+    for one, other in zip(mine, exact, strict=True):
+        assert torch.allclose(one, other * 0.5, atol=1e-5)
+
+
+def test_stages_get_the_ends_of_documents_and_make_no_mask(monkeypatch):
+    """Also of micro-batches with fewer rows, or none, which are filled."""
+    model = small_model("llama").eval()
+    assert use_maskless_attention(model, device=torch.device("cpu"))
+    stage = cut_stage(model, range(2), is_first=True, is_last=True, dtype=torch.float32)
+    held, batches = MicroBatches(), []
+    for documents in ([(3, 5), (2, 2, 4)], [(7, 1)]):
+        positions = torch.tensor([[i for n in row for i in range(n)] for row in documents])
+        tokens = torch.randint(3, 64, positions.shape)
+        ends = cu_seqlens(positions)
+        batches.append(Batch(tokens, tokens, (), position_ids_BT=positions, cu_seqlens_N=ends))
+        held.hold(Inputs.of(batches[-1], whole(batches[-1], None)))
+    step = held.take(3)
+    assert step.position_ids is not None and step.cu_seqlens is not None
+    starts = [[0, 3, 8, 10, 12, 16], [0, 7, 8, 16, 16, 16], [0, 8, 16, 16, 16, 16]]
+    assert step.cu_seqlens.tolist() == starts
+    for index, batch in enumerate(batches):
+        assert batch.position_ids_BT is not None
+        inputs = isolation_inputs(model, batch.position_ids_BT)
+        wanted = model(input_ids=batch.input_ids_BT, **inputs, use_cache=False).logits
+        with monkeypatch.context() as patch:
+            patch.delattr(batch_module, "block_mask")
+            rows = slice(2 * index, 2 * index + 2)
+            found = stage(step.input_ids[rows], step.position_ids[rows], step.cu_seqlens[[index]])
+        assert torch.allclose(found[: len(wanted)], wanted, atol=1e-5)
+
+
+@each(
+    ([10] * 8, 1, [2, 2, 2, 2]),
+    ([10] * 5, 1, [3, 2]),
+    ([10] * 6, 1, [1, 2, 2, 1]),
+    ([10] * 7, 1, [2, 2, 2, 1]),
+    ([10] * 32, 24, [8, 9, 9, 6]),
+    ([10] * 8, 100, [2, 2, 3, 1]),  # a head that weighs more than all layers
+    ([30, 30, 10, 10, 10, 10], 0, [1, 1, 4]),
+)
+def test_the_stage_with_most_work_has_as_little_as_possible(costs, head, counts):
+    dealt = assign_layers(costs, len(counts), head=head)
+    assert [index for part in dealt for index in part] == list(range(len(costs)))
     assert [len(part) for part in dealt] == counts
+
+
+def test_a_head_of_a_large_vocabulary_weighs_as_much_as_two_layers():
+    """Of Llama 3 8B, whose matrices have 525 and 218 million numbers."""
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+    sizes |= {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
+    each, head = work(Architecture.of({"model_type": "llama", **sizes}), length=8192)
+    assert 2.0 < head / each < 2.2

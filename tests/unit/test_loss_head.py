@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from isles.dist.batch import IGNORE_INDEX
-from isles.strategies import head as head_module
+from isles.strategies import fused_loss
+from isles.strategies.fused_loss import HeadWeights, fused_loss_sum
 from isles.strategies.head import LossHead
 from isles.strategies.objective import DPO
 from isles.strategies.sequence import MicroBatchPart
@@ -61,7 +62,7 @@ def assert_same(mine: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: f
     ("cohere", {"logit_scale": 0.25}),  # after the head
 )
 def test_losses_and_their_gradients_are_those_of_whole_logits(kind, settings, *, monkeypatch):
-    monkeypatch.setattr(head_module, "chunk_tokens", lambda vocab, gpu_bytes: 7)
+    monkeypatch.setattr(fused_loss, "chunk_tokens", lambda vocab, gpu_bytes: 7)
     model = build(kind, **settings)
     model.lm_head.weight.requires_grad_("is_frozen" not in settings)
     twin, head = copy.deepcopy(model), LossHead(model)
@@ -118,7 +119,7 @@ def test_in_fp16_the_sum_over_tokens_may_be_large():
     hidden, targets = torch.full((4096, 4), 50.0), torch.zeros(4096, dtype=torch.int64)
     head = nn.Linear(4, 256, bias=False)
     with torch.autocast("cpu", dtype=torch.float16):
-        loss = head_module._fused_loss_sum(hidden, head, targets, may_ignore=False)
+        loss = fused_loss_sum(hidden, HeadWeights(head.weight), targets, may_ignore=False)
     (found,) = torch.autograd.grad(loss / 4096, head.weight)
     (exact,) = torch.autograd.grad(F.cross_entropy(head(hidden), targets), head.weight)
     assert (found - exact).norm() < 0.01 * exact.norm()
@@ -132,7 +133,7 @@ def test_the_factor_of_the_loss_is_not_rounded_to_16_bits():
     targets = torch.randint(0, 256, (80,))
     norms = []
     for factor in (1.0, 1 / 80):
-        loss = head_module._fused_loss_sum(hidden, head, targets, may_ignore=False)
+        loss = fused_loss_sum(hidden, HeadWeights(head.weight), targets, may_ignore=False)
         (found,) = torch.autograd.grad(loss * factor, hidden)
         norms.append(found.float().norm() / factor)
     assert abs(norms[1] / norms[0] - 1) < 2e-4

@@ -88,7 +88,6 @@ def setting_of(
         swaps_heads=layout.cp > 1 and method == "ulysses",
         checkpointing=training.gradient_checkpointing,
         accumulates=micro_batches > 1,
-        is_chunked=layout.pp == 1,
         adapter_rank=0 if adapter.type == "none" else adapter.r,
         adapter_targets=targets,
         block_bits=block_bits,
@@ -106,7 +105,7 @@ def holding_of(
     shards = layout.dp_shard * layout.cp
     grid: dict[str, Any] = {
         "tensor": layout.tp,
-        "cuts_ends": not model.is_tied and model.vocab % layout.tp == 0,
+        "cuts_ends": model.vocab % layout.tp == 0,
     }
     if layout.pp > 1 and isinstance(strategy, MeshSection):
         grid |= _pipeline(strategy.pp_schedule, layout.pp, micro_batches)

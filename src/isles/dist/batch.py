@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isles.facts.models import BLIND
+from isles.facts.models import BLIND, WINDOWED
 
 IGNORE_INDEX = -100
 """Target value that the loss ignores, as in torch.nn.functional.cross_entropy."""
@@ -110,21 +110,34 @@ def attends_plainly(config: Any) -> bool:
     return kinds == {"full_attention"} and not getattr(text, "sliding_window", None)
 
 
-def block_mask(position_ids_BT: Tensor, window: int | None = None) -> Tensor:
-    """Mask for attention to earlier tokens of the same document; bool, [B, 1, T, T].
+def passes_windows(config: Any) -> bool:
+    """True if every layer attends to all earlier tokens, or passes its sliding window on."""
+    kinds = set(getattr(config, "layer_types", None) or [])
+    known = kinds <= {"full_attention", "sliding_attention"} and config.model_type in WINDOWED
+    return attends_plainly(config) or known
 
-    Made on the device without a synchronization; takes B*T*T bytes.
+
+def block_mask(
+    position_ids_BT: Tensor, window: int | None = None, queries_t: Tensor | None = None
+) -> Tensor:
+    """Mask for attention to earlier tokens of the same document; bool, [B, 1, t, T].
+
+    Made on the device without a synchronization; takes B*t*T bytes.
 
     Args:
         position_ids_BT: int64, 0 where a document begins.
         window: number of tokens that a token sees, itself included; None: no limit.
+        queries_t: places in a row of the tokens that attend; None: all, so that t is T.
     """
     documents_BT = (position_ids_BT == 0).cumsum(-1)
-    length = position_ids_BT.shape[1]
-    seen_TT = torch.ones(length, length, dtype=torch.bool, device=position_ids_BT.device).tril()
+    places_T = torch.arange(position_ids_BT.shape[1], device=position_ids_BT.device)
+    if queries_t is None:
+        queries_t = places_T
+    seen_tT = places_T <= queries_t[:, None]
     if window is not None:
-        seen_TT = seen_TT.triu(1 - window)
-    return ((documents_BT[:, :, None] == documents_BT[:, None, :]) & seen_TT).unsqueeze(1)
+        seen_tT &= places_T > queries_t[:, None] - window
+    own_Bt = documents_BT[:, queries_t]
+    return ((own_Bt[:, :, None] == documents_BT[:, None, :]) & seen_tT).unsqueeze(1)
 
 
 def _added(mask_B1TT: Tensor) -> Tensor:
@@ -148,6 +161,7 @@ def isolation_inputs(
     - flash_attention_2: the document boundaries;
     - eager, if every layer attends to all earlier tokens: a mask that is added to the scores;
     - other models that ignore position ids: one mask per kind of layer;
+    - ours, if some layers have sliding windows, and the boundaries are unknown: the same;
     - otherwise only position ids. transformers makes masks for each kind of layer from their
       values,
       which synchronizes with the GPU.
@@ -172,7 +186,9 @@ def isolation_inputs(
         inputs["attention_mask"] = block_mask(position_ids_BT)
     elif attention == "eager" and attends_plainly(model.config):
         inputs["attention_mask"] = _added(block_mask(position_ids_BT))
-    elif model.config.model_type in BLIND:
+    elif attention == VARLEN and not getattr(model.config, "layer_types", None):
+        inputs["attention_mask"] = block_mask(position_ids_BT, model.config.sliding_window)
+    elif attention == VARLEN or model.config.model_type in BLIND:
         windows = {"full_attention": None, "sliding_attention": model.config.sliding_window}
         masks = {kind: block_mask(position_ids_BT, window) for kind, window in windows.items()}
         if attention == "eager":

@@ -23,12 +23,15 @@ class Mesh:
         root: axes pp, replicate, shard (data and context parallel together) and tp; None if every
             rank holds the whole model (plain data parallel).
         cp_group: the ranks that share this rank's sequences; None if cp is 1.
+        deals_ends: a rank that shares a sequence has a piece of its first half and a piece of its
+            second half, so that all have the same work. Otherwise it has one piece.
     """
 
     layout: Layout
     place: MeshCoordinates
     root: DeviceMesh | None
     cp_group: dist.ProcessGroup | None
+    deals_ends: bool = False
 
     @property
     def dp_rank(self) -> int:
@@ -41,12 +44,13 @@ class Mesh:
         return self.layout.dp_size
 
 
-def make_mesh(layout: Layout, world: World, *, is_sharded: bool) -> Mesh:
+def make_mesh(layout: Layout, world: World, *, is_sharded: bool, deals_ends: bool = False) -> Mesh:
     """Make the process groups of a grid. All ranks must call this.
 
     Args:
         layout: the grid, of the world's size.
         is_sharded: whether the strategy needs `root`.
+        deals_ends: see `Mesh`.
     """
     assert layout.world_size == world.world_size, (layout, world.world_size)
     root = None
@@ -70,4 +74,4 @@ def make_mesh(layout: Layout, world: World, *, is_sharded: bool) -> Mesh:
         group = dist.new_group(ranks, timeout=timedelta(seconds=world.timeout_s))
         if world.rank in ranks:
             cp_group = group
-    return Mesh(layout, layout.place(world.rank), root, cp_group)
+    return Mesh(layout, layout.place(world.rank), root, cp_group, deals_ends)

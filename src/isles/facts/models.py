@@ -37,6 +37,11 @@ hyperclovax internlm3 jais2 jetmoe ministral mixtral mpt nanochat olmo olmo3 olm
 phi phimoe qwen2_moe qwen3_moe solar_open stablelm vaultgemma xglm
 """
 
+_WINDOWED = """
+cohere2 cwm exaone4 gemma3_text ministral ministral3 mistral mixtral olmo3 phi3 qwen2 qwen3
+qwen3_moe smollm3 starcoder2
+"""
+
 _EAGER = """
 big_bird bigbird_pegasus bloom cpmant deepseek_v4 flint gemma2 git got_ocr2 gpt_neo
 gpt_neox_japanese gpt_oss granite_swa granitemoe_swa hy_v4 inkling2_loop_text inkling2_text
@@ -62,6 +67,10 @@ BLIND = frozenset(["afmoe", "biogpt", "gpt_oss", "mpt", "opt", "xglm"])
 DEAF = frozenset(["gptj", "nemotron", "stablelm"])
 """Isolated kinds that do not pass the borders of documents to their attention, so isles passes
 masks to them."""
+
+WINDOWED = frozenset(_WINDOWED.split())
+"""Isolated kinds whose layers pass their sliding windows to their attention, and change nothing
+else: no caps of scores, no sinks."""
 
 EAGER = frozenset(_EAGER.split())
 """Kinds that transformers 5.24 does not build with attn_implementation sdpa."""

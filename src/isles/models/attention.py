@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isles.dist.batch import MASKED, VARLEN, attends_plainly
+from isles.dist.batch import MASKED, VARLEN, attends_plainly, block_mask, passes_windows
 from isles.errors import MissingDependencyError, UserError
 from isles.facts.models import DEAF
 
@@ -31,8 +31,8 @@ def use_maskless_attention(
     transformers reads the position ids in every forward pass to find packed documents, and that
     makes the CPU wait for the GPU. A batch of isles has one document per row with padding only at
     the right, where plain causal attention gives the same result. Otherwise the batch itself has
-    the document boundaries (`dist/batch.py`). A model with sliding windows or other kinds of
-    layers keeps its own masks.
+    the document boundaries (`dist/batch.py`). Sliding windows are computed like documents, without
+    a mask, if isles can. A model with other kinds of layers keeps its own masks.
 
     Args:
         device: of the model; None: any device, and separate documents use a mask. With a device,
@@ -43,13 +43,16 @@ def use_maskless_attention(
             a mask, as their number would be part of what is compiled.
     """
     config = model.config
-    if config._attn_implementation != "sdpa" or not attends_plainly(config):
+    if config._attn_implementation != "sdpa":
         return False
     from transformers import AttentionInterface
 
     on_cpu = device is not None and device.type == "cpu"
     by_document = not is_compiled if on_cpu else _has_kernel(config, device, dtype)
-    name = VARLEN if by_document and config.model_type not in DEAF else MASKED
+    by_document = by_document and config.model_type not in DEAF
+    if not (passes_windows(config) if by_document else attends_plainly(config)):
+        return False
+    name = VARLEN if by_document else MASKED
     # Registered as an attention function but not as a mask function, so no mask is made.
     AttentionInterface.register(name, _attend)
     model.set_attn_implementation(name)
@@ -120,6 +123,14 @@ def _attend(
     # Attention as transformers calls it. Returns [B, T, H, D].
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    rows, heads, length, _ = query_BHTD.shape
+    window: int | None = options.get("sliding_window")
+    if window is not None and length <= window:
+        window = None
+    if cu_seq_lens_q is None and window is not None and attention_mask is None:
+        # Each row is one document.
+        starts = torch.arange(rows + 1, dtype=torch.int32, device=query_BHTD.device)
+        cu_seq_lens_q, max_length_q = starts * length, length
     if cu_seq_lens_q is None or max_length_q is None:
         done: tuple[Tensor, None] = sdpa_attention_forward(
             module, query_BHTD, key_BHTD, value_BHTD, attention_mask, **options
@@ -135,7 +146,6 @@ def _attend(
             where="data.isolate_documents",
             fix="use model.attn_implementation: eager, or data.packing: false",
         )
-    rows, heads, length, _ = query_BHTD.shape
     shared, kind = heads // key_BHTD.shape[1], query_BHTD.device.type
     if shared > 1 and not (kind != "cpu" and _shares_heads()):
         key_BHTD, value_BHTD = (x.repeat_interleave(shared, 1) for x in (key_BHTD, value_BHTD))
@@ -144,18 +154,16 @@ def _attend(
     )
     scale = options.get("scaling")
     if kind == "cpu":
-        # One document after another. Reading the lengths on a CPU does not wait.
-        lengths = cu_seq_lens_q.diff().tolist()
-        split = [
-            torch.split(x.transpose(0, 1)[None], lengths, 2)
-            for x in (query_NHD, key_NHD, value_NHD)
-        ]
-        dropout = options.get("dropout", 0.0)
-        outputs = [
-            F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scale)
-            for q, k, v in zip(*split, strict=True)
-        ]
-        out_NHD = torch.cat(outputs, 2)[0].transpose(0, 1).contiguous()
+        out_NHD = _one_by_one(
+            query_NHD,
+            key_NHD,
+            value_NHD,
+            # Reading the lengths on a CPU does not wait.
+            cu_seq_lens_q.diff().tolist(),
+            window,
+            dropout_p=options.get("dropout", 0.0),
+            scale=scale,
+        )
     else:
         from torch.nn.attention.varlen import varlen_attn
 
@@ -173,9 +181,30 @@ def _attend(
             max_length_q,
             max_length_q,
             scale=scale,
-            window_size=(-1, 0),  # causal
+            window_size=(-1 if window is None else window - 1, 0),  # causal
             **grouped,
         )
         assert isinstance(found, Tensor)
         out_NHD = found
     return out_NHD.view(rows, length, heads, -1), None
+
+
+def _one_by_one(
+    query_NHD: Tensor,
+    key_NHD: Tensor,
+    value_NHD: Tensor,
+    lengths: list[int],
+    window: int | None,
+    **options: Any,
+) -> Tensor:
+    # Attention of one document after another.
+    outputs = []
+    split = (x.transpose(0, 1)[None].split(lengths, 2) for x in (query_NHD, key_NHD, value_NHD))
+    for q, k, v in zip(*split, strict=True):
+        length, mask = q.shape[2], None
+        if window is not None and length > window:
+            mask = block_mask(torch.arange(length)[None], window)
+        outputs.append(
+            F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, **options)
+        )
+    return torch.cat(outputs, 2)[0].transpose(0, 1).contiguous()

@@ -1,7 +1,7 @@
 """Context parallel: every rank has a part of each sequence, and ranks exchange keys and values.
 
 B: rows. T: tokens of a sequence. t: tokens on this rank. H: heads. h: heads on this rank while
-ulysses attends. D: head dimension.
+ulysses attends. D: head dimension. R: ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from isles.dist.batch import Batch, block_mask, isolation_inputs
 from isles.dist.mesh import Mesh
@@ -60,8 +61,8 @@ def whole(batch: Batch, model: Any | None) -> MicroBatchPart:
 def localize(batch: Batch, mesh: Mesh, model: Any | None) -> MicroBatchPart:
     """This rank's part of the sequences of a micro-batch.
 
-    If documents are kept apart and sequences are sharded, the mask covers the whole sequences,
-    because each rank attends to the keys of all ranks.
+    If documents are kept apart and sequences are sharded, the mask covers the keys of the whole
+    sequences, because each rank attends to the keys of all ranks.
 
     Args:
         batch: the micro-batch, with whole sequences.
@@ -72,26 +73,83 @@ def localize(batch: Batch, mesh: Mesh, model: Any | None) -> MicroBatchPart:
     if size == 1:
         return whole(batch, model)
     rows, length = batch.input_ids_BT.shape
-    length //= size
-    here = slice(mesh.place.cp * length, (mesh.place.cp + 1) * length)
-    inputs: dict[str, Any] = {"input_ids": batch.input_ids_BT[:, here]}
-    if batch.position_ids_BT is None:
-        positions = torch.arange(here.start, here.stop, device=batch.input_ids_BT.device)
-        inputs["position_ids"] = positions.expand(rows, -1)
+    places_T = torch.arange(length, device=batch.input_ids_BT.device)
+    if mesh.deals_ends:
+        ends = _Pieces(length // size, size, mesh.place.cp).own
+        places_t = torch.cat([places_T[piece] for piece in ends])
     else:
-        inputs["position_ids"] = batch.position_ids_BT[:, here]
-        inputs["attention_mask"] = block_mask(batch.position_ids_BT)
-    return MicroBatchPart(inputs, batch.targets_BT[:, here], None, batch.reference_B)
+        places_t = places_T.chunk(size)[mesh.place.cp]
+    inputs: dict[str, Any] = {"input_ids": batch.input_ids_BT[:, places_t]}
+    if batch.position_ids_BT is None:
+        inputs["position_ids"] = places_t.expand(rows, -1)
+    else:
+        inputs["position_ids"] = batch.position_ids_BT[:, places_t]
+        # After ulysses has exchanged tokens for heads, each rank has the queries of all tokens.
+        queries_t = places_t if mesh.deals_ends else None
+        inputs["attention_mask"] = block_mask(batch.position_ids_BT, queries_t=queries_t)
+    return MicroBatchPart(inputs, batch.targets_BT[:, places_t], None, batch.reference_B)
 
 
-def use_context_parallel_attention(model: Any, mesh: Mesh, method: str) -> None:
-    """Switch a model to attention over the whole sequence.
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """Division of a sequence into two pieces per rank: rank 0 has the first and the last piece.
+
+    A token attends to all earlier tokens. The later one piece of a rank is, the earlier is the
+    other, so that all ranks have the same work.
+
+    Args:
+        tokens: of each rank, over both pieces.
+        ranks: number of ranks.
+        place: of this rank.
+    """
+
+    tokens: int
+    ranks: int
+    place: int
+
+    @property
+    def first(self) -> int:
+        """Tokens of a rank's first piece."""
+        return self.tokens // 2
+
+    @property
+    def own(self) -> tuple[slice, slice]:
+        """Places of this rank's pieces in the sequence."""
+        first, second = self.first, self.tokens - self.first
+        start = self.ranks * first + (self.ranks - 1 - self.place) * second
+        return (
+            slice(self.place * first, (self.place + 1) * first),
+            slice(start, start + second),
+        )
+
+    def join(self, of_ranks: Tensor) -> Tensor:
+        """Tokens of all ranks in the order of the sequence.
+
+        Args:
+            of_ranks: [R, ..., t, D].
+
+        Returns:
+            [..., T, D].
+        """
+        firsts, seconds = of_ranks.split([self.first, self.tokens - self.first], -2)
+        return torch.cat([*firsts.unbind(), *seconds.unbind()[::-1]], -2)
+
+    def split(self, sequence: Tensor) -> Tensor:
+        """The inverse of `join`, as contiguous memory."""
+        sizes = [self.first] * self.ranks + [self.tokens - self.first] * self.ranks
+        pieces = sequence.split(sizes, -2)
+        firsts, seconds = pieces[: self.ranks], pieces[: self.ranks - 1 : -1]
+        return torch.stack([torch.cat(both, -2) for both in zip(firsts, seconds, strict=True)])
+
+
+def use_context_parallel_attention(model: Any, mesh: Mesh) -> None:
+    """Switch a model to attention over the whole sequence: by all keys and values on each rank if
+    the mesh deals both ends of a sequence to each rank, else by heads (ulysses).
 
     Args:
         model: a Hugging Face model with causal attention over the whole sequence, which accepts
             position_ids.
         mesh: the grid.
-        method: `allgather` or `ulysses`.
 
     Source: keys and values to all as in Llama 3 (arXiv:2407.21783, section 3.3.2); heads for
     tokens: Jacobs et al. 2023 (arXiv:2309.14509).
@@ -103,17 +161,17 @@ def use_context_parallel_attention(model: Any, mesh: Mesh, method: str) -> None:
     group = mesh.cp_group
     assert group is not None
     size = mesh.layout.cp
-    attend = _Ulysses(group, size) if method == "ulysses" else _AllGather(group, mesh.place.cp)
+    attend = _AllGather(group, size, mesh.place.cp) if mesh.deals_ends else _Ulysses(group, size)
     AttentionInterface.register(_NAME, attend)
     model.set_attn_implementation(_NAME)
 
 
 class _AllGather:
-    """Attention of this rank's queries over all keys and values."""
+    """Attention of this rank's queries over all earlier keys and values."""
 
-    def __init__(self, group: dist.ProcessGroup, place: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, size: int, place: int) -> None:
         self._group = group
-        self._place = place
+        self._size, self._place = size, place
 
     def __call__(
         self,
@@ -126,26 +184,32 @@ class _AllGather:
         dropout: float = 0.0,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        key_BHTD = _gather_tokens(key_BHtD, self._group)
-        value_BHTD = _gather_tokens(value_BHtD, self._group)
-        length, device = query_BHtD.shape[2], query_BHtD.device
-        first, seen = self._place * length, (self._place + 1) * length
-        if attention_mask is None:
-            mine = torch.arange(first, seen, device=device)
-            mask = torch.arange(seen, device=device)[None, :] <= mine[:, None]
-        else:
-            mask = attention_mask[:, :, first:seen, :seen]
-        out_BHtD = F.scaled_dot_product_attention(
-            query_BHtD,
-            # No query of this rank attends to later keys, so they are not computed.
-            key_BHTD[:, :, :seen],
-            value_BHTD[:, :, :seen],
-            attn_mask=mask,
-            dropout_p=dropout if module.training else 0.0,
-            scale=scaling,
-            enable_gqa=query_BHtD.shape[1] != key_BHtD.shape[1],
-        )
-        return out_BHtD.transpose(1, 2).contiguous(), None
+        query_BHtD, key_BHtD, value_BHtD = _autocast(query_BHtD, key_BHtD, value_BHtD)
+        pieces = _Pieces(query_BHtD.shape[2], self._size, self._place)
+        both_2BHtD = torch.stack([key_BHtD, value_BHtD])
+        key_BHTD, value_BHTD = _gather_tokens(both_2BHtD, self._group, pieces)
+        outputs, start = [], 0
+        for place in pieces.own:
+            tokens, seen = place.stop - place.start, place.stop
+            here = slice(start, start := start + tokens)
+            if not tokens:
+                continue
+            # Not as a mask of numbers, which would rule out flash attention.
+            mask: Tensor = causal_lower_right(tokens, seen)
+            if attention_mask is not None:
+                mask = attention_mask[:, :, here, :seen]
+            out = F.scaled_dot_product_attention(
+                query_BHtD[:, :, here],
+                # No query of this piece attends to later keys, so they are not computed.
+                key_BHTD[:, :, :seen],
+                value_BHTD[:, :, :seen],
+                attn_mask=mask,
+                dropout_p=dropout if module.training else 0.0,
+                scale=scaling,
+                enable_gqa=query_BHtD.shape[1] != key_BHtD.shape[1],
+            )
+            outputs.append(out.transpose(1, 2))
+        return torch.cat(outputs, 1), None
 
 
 class _Ulysses:
@@ -167,7 +231,8 @@ class _Ulysses:
         **_: Any,
     ) -> tuple[Tensor, None]:
         query_BhTD, key_BhTD, value_BhTD = (
-            _exchange(x, self._group, split=1, join=2) for x in (query_BHtD, key_BHtD, value_BHtD)
+            _exchange(x, self._group, split=1, join=2)
+            for x in _autocast(query_BHtD, key_BHtD, value_BHtD)
         )
         out_BhTD = F.scaled_dot_product_attention(
             query_BhTD,
@@ -183,8 +248,16 @@ class _Ulysses:
         return out_BHtD.transpose(1, 2).contiguous(), None
 
 
-def _gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    gathered: Tensor = _Gather.apply(x, group)  # type: ignore[no-untyped-call]
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    # Before they are sent: rotary embeddings give fp32, twice the bytes.
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)
+
+
+def _gather_tokens(x: Tensor, group: dist.ProcessGroup, pieces: _Pieces) -> Tensor:
+    gathered: Tensor = _Gather.apply(x, group, pieces)  # type: ignore[no-untyped-call]
     return gathered
 
 
@@ -194,22 +267,22 @@ def _exchange(x: Tensor, group: dist.ProcessGroup, *, split: int, join: int) -> 
 
 
 class _Gather(torch.autograd.Function):
-    """Concatenate the ranks' parts along dimension 2; backward sums the gradients for this part."""
+    """The tokens of all ranks in their order; backward sums the gradients of this rank's tokens."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        pieces = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(pieces, x.contiguous(), group=group)
-        return torch.cat(pieces, 2)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, pieces: _Pieces) -> Tensor:
+        ctx.group, ctx.pieces = group, pieces
+        of_ranks = x.new_empty((pieces.ranks * len(x), *x.shape[1:]))
+        dist.all_gather_into_tensor(of_ranks, x, group=group)
+        return pieces.join(of_ranks.unflatten(0, (pieces.ranks, -1)))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.contiguous()
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         # The queries of every rank have used the keys and values of this rank.
-        dist.all_reduce(grad, group=ctx.group)
-        size, rank = dist.get_world_size(ctx.group), dist.get_rank(ctx.group)
-        return grad.chunk(size, 2)[rank].contiguous(), None
+        of_ranks = ctx.pieces.split(grad)
+        own = torch.empty_like(of_ranks[0])
+        dist.reduce_scatter_tensor(own, of_ranks.flatten(0, 1), group=ctx.group)
+        return own, None, None
 
 
 class _Exchange(torch.autograd.Function):

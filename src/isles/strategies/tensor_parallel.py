@@ -42,11 +42,15 @@ def apply_tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
         )
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = head is not None and embedding.weight is head.weight
+    ends = {id(embedding), id(head)}
+    # Tied weights are one matrix, which both must shard in the same way: by rows.
+    sharded = {id(m) for name in plan for m in _matching(model, name).values()} & ends
+    keeps_ends = is_tied and (sharded != ends or not isinstance(head, nn.Linear))
     styles: dict[str, ParallelStyle] = {}
     for name, kind in plan.items():
         found = _matching(model, name)
         is_end = any(module is embedding or module is head for module in found.values())
-        if is_end and (is_tied or not _divides(next(iter(found.values())), mesh.size())):
+        if is_end and (keeps_ends or not _divides(next(iter(found.values())), mesh.size())):
             continue  # kept whole on every rank, which is mathematically equivalent
         for each, module in found.items():
             if hasattr(module, "base_layer"):
@@ -54,6 +58,8 @@ def apply_tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
             else:
                 styles[each] = _style(kind, name, model)
     parallelize_module(model, mesh, styles)
+    if is_tied:
+        head.weight = embedding.weight
 
 
 def _style(kind: str, name: str, model: Any) -> ParallelStyle:

@@ -245,7 +245,7 @@ def _make_model(
     if config.training.method == "dpo":
         disable_dropout(model)
     set_gradient_checkpointing(model, config.training.gradient_checkpointing)
-    use_attention(model, strategy, mesh, world.device, config.training)
+    use_attention(model, mesh, world.device, config.training)
     if config.training.torch_compile is True:
         names = getattr(strategy, "transformer_layer_cls_to_wrap", ())
         compile_blocks(model, names)

@@ -33,6 +33,7 @@ from isles.dist.mesh import Mesh, make_mesh
 from isles.dist.world import World, gpu_bytes
 from isles.errors import UserError
 from isles.facts.gpus import BF16_FIX, emulates_bf16, find_gpu
+from isles.facts.memory.layers import work
 from isles.models.attention import check_attention, use_maskless_attention
 from isles.run.limits import memory
 from isles.strategies.base import Engine
@@ -160,7 +161,8 @@ def _wait(world: World) -> None:
 def resolve_mesh(strategy: Strategy, world: World) -> Mesh:
     """The grid of a strategy's ranks. All ranks must call this."""
     layout = make_layout(strategy, world.world_size, local_world_size=_ranks_per_node(world))
-    return make_mesh(layout, world, is_sharded=is_sharded(strategy))
+    deals_ends = isinstance(strategy, MeshSection) and strategy.cp_method == "allgather"
+    return make_mesh(layout, world, is_sharded=is_sharded(strategy), deals_ends=deals_ends)
 
 
 def _ranks_per_node(world: World) -> int:
@@ -279,6 +281,7 @@ def make_engine(
                 mesh,
                 world,
                 precision=precision,
+                costs=work(architecture_of(model), config.data.seq_length),
                 parallelize=functools.partial(_cut_matrices, mesh=mesh),
             )
         case DDPStrategyConfig() | FSDPStrategyConfig():
@@ -347,11 +350,7 @@ def check_is_read_whole(model: Any, strategy: Strategy, world: World) -> None:
 
 
 def use_attention(
-    model: nn.Module,
-    strategy: Strategy,
-    mesh: Mesh,
-    device: torch.device,
-    training: TrainingConfig,
+    model: nn.Module, mesh: Mesh, device: torch.device, training: TrainingConfig
 ) -> None:
     """Set the attention of a training run: without masks, or over ranks that share a sequence."""
     if mesh.layout.cp == 1:
@@ -364,8 +363,7 @@ def use_attention(
         return
     from isles.strategies.sequence import use_context_parallel_attention
 
-    assert isinstance(strategy, DDPStrategyConfig | FSDPStrategyConfig)
-    use_context_parallel_attention(model, mesh, strategy.cp_method)
+    use_context_parallel_attention(model, mesh)
 
 
 def _cut_matrices(model: nn.Module, mesh: Mesh) -> nn.Module:

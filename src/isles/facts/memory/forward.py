@@ -309,9 +309,10 @@ class Forward:
         """
         if self.repeats_keys:
             k, v = (self.made(x.like(units=q.units)) if x.units != q.units else x for x in (k, v))
+        if self.shares > 1 or self.swaps_heads:
+            q, k, v = (self.cast(x, self.autocast) for x in (q, k, v))  # before they are sent
         if self.shares > 1:
             k, v = (self.made(replace(x.like(), tokens=x.tokens * self.shares)) for x in (k, v))
-            self.save(Value(length // self.shares, length, 1))  # mask of the keys for each token
         elif self.swaps_heads:
             q, k, v = (self.made(x.like()) for x in (q, k, v))
         q, k, v = (self.cast(x, self.autocast) for x in (q, k, v))
@@ -319,4 +320,5 @@ class Forward:
         self.save(q, k, v, out, Value(q.tokens, heads, FP32))
         self._attended.append(out)
         self.attention_flops += 2 * q.tokens * length * q.units
-        return self.made(out.like()) if self.swaps_heads else out
+        # Exchanged for tokens, or joined from the attention of two pieces of a sequence.
+        return self.made(out.like()) if self.swaps_heads or self.shares > 1 else out

@@ -72,7 +72,7 @@ class MemorySettings:
         rows: sequences of a micro-batch (for preferences, two for each pair).
         length: tokens of a row on this rank.
         seen: tokens of a row over all ranks that share it.
-        gathers_keys: ranks that share a row gather its keys and values, and mask them.
+        gathers_keys: ranks that share a row gather its keys and values.
         swaps_heads: these ranks exchange heads for tokens around attention.
         accumulates: whether a step has several micro-batches, so that gradients exist from the
             second on.

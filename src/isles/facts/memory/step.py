@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from isles.facts.memory.architecture import Architecture
 from isles.facts.memory.forward import FP32, Adapter, Forward, Value
+from isles.facts.memory.layers import layers_of_rank
 from isles.facts.memory.result import PhaseMemory, StepMemory
 from isles.facts.memory.setting import Holding, MemorySettings, state_bytes
 
@@ -145,7 +146,8 @@ class _Stage:
         self._has_embedding = has_embedding
         setting, holding = count.setting, count.holding
         self._setting, self._holding = setting, holding
-        self._layers = -(-count.model.layers // holding.pipeline)
+        seen = setting.seen or setting.length
+        self._layers = layers_of_rank(count.model, seen, holding, is_last=not has_embedding)
         ends = holding.tensor if holding.cuts_ends else 1
         self._block = float(count.block.params)
         """Numbers of a block on this rank, before data-parallel sharding."""
@@ -367,7 +369,7 @@ class _Stage:
         tensor = self._holding.tensor if self._holding.cuts_ends else 1
         tokens, width = setting.rows * setting.length, setting.compute_width
         hidden = count.hidden.size_bytes
-        if not (setting.is_chunked and model.has_plain_head and tensor == 1):
+        if not (setting.is_chunked and model.has_plain_head):
             # The log-probabilities in fp32, and the gradients of these and of the logits.
             # Tensor parallel gathers them.
             logits = tokens * model.vocab
@@ -380,19 +382,19 @@ class _Stage:
             capped = logits * width if model.caps_logits and width != FP32 else 0
             made = logits * 3 * FP32 + narrow + capped + given + all_earlier
             return _Head(made, logits * width + capped + all_earlier, earlier)
-        chunk = min(tokens, chunk_tokens(model.vocab, setting.gpu_bytes)) * model.vocab
+        vocab, params = model.vocab // tensor, model.head_params // tensor
+        chunk = min(tokens, chunk_tokens(vocab, setting.gpu_bytes)) * vocab
         is_trained = setting.is_whole or setting.trains_ends
-        # The logits, and their log-probabilities in fp32.
-        made = chunk * (width + FP32)
+        made = chunk * (width + FP32)  # the logits, and their log-probabilities in fp32
         gradient = narrow = 0
         if is_trained:
-            gradient = model.head_params * FP32
+            gradient = params * FP32
         if width != FP32 and not setting.gpu_bytes:
             # A CPU copies the logits to fp32 first, and makes the gradient of the head in 16 bits.
-            product = model.head_params * width if is_trained else 0
+            product = params * width if is_trained else 0
             made = max(made + chunk * FP32, chunk * width + product)
         if width != count.width:
-            narrow = model.head_params * width
+            narrow = params * width
         if width != count.hidden.width:
             narrow += tokens * model.hidden * width
         return _Head(made + gradient + narrow + hidden, hidden, 0.0)

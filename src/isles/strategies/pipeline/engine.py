@@ -17,13 +17,13 @@ from isles.dist.batch import COMPUTE_DTYPE, Batch
 from isles.dist.mesh import Mesh
 from isles.dist.world import World, is_communication_error
 from isles.errors import CommunicationError, UserError
+from isles.facts.memory.layers import assign_layers
 from isles.strategies.base import TorchEngine
 from isles.strategies.fsdp import allocate, shard_model
-from isles.strategies.head import loss_of_logits
 from isles.strategies.pipeline.stages import (
+    Inputs,
     MicroBatches,
     Pipeline,
-    assign_layers,
     check_model,
     cut_stage,
     stage_indices,
@@ -42,6 +42,7 @@ class PipelineEngine(TorchEngine):
     Args:
         model: the whole model on the meta device, with its attention set, not sharded yet.
         config: sharding of a stage over its ranks; NO_SHARD: each of them holds it whole.
+        costs: work of a block, and of the head, by which layers are assigned to stages.
         parallelize: applies tensor parallel, if used, to a stage on the meta device, in place.
 
     Raises:
@@ -58,13 +59,15 @@ class PipelineEngine(TorchEngine):
         world: World,
         *,
         precision: str,
+        costs: tuple[int, int],
         parallelize: Callable[[nn.Module], nn.Module],
     ) -> None:
         size = mesh.layout.pp
         num_stages = size * stages_per_rank(config.pp_schedule)
         check_model(model)
         dtype = COMPUTE_DTYPE.get(precision, torch.float32)
-        layers = assign_layers(len(model.base_model.layers), num_stages)
+        each, head = costs
+        layers = assign_layers([each] * len(model.base_model.layers), num_stages, head=head)
         stages: dict[int, nn.Module] = {}
         for index in stage_indices(config.pp_schedule, mesh.place.pp, size):
             ends = {"is_first": index == 0, "is_last": index == num_stages - 1}
@@ -103,8 +106,7 @@ class PipelineEngine(TorchEngine):
 
     def forward_backward(self, batch: Batch, *, loss_divisor: int, is_last: bool) -> Tensor:
         # Only the last call in a step computes.
-        part = localize(batch, self._mesh, model=None)
-        self._held.hold(part.inputs["input_ids"], part.targets_BT, part.inputs.get("position_ids"))
+        self._held.hold(self._inputs(batch))
         self._loss_total = torch.zeros((), device=self._world.device)
         if is_last:
             self._scale = self._parts / loss_divisor
@@ -115,26 +117,19 @@ class PipelineEngine(TorchEngine):
         return self._counted(self._loss_total)
 
     def evaluate(self, batch: Batch) -> Tensor:
-        part = localize(batch, self._mesh, model=None)
         with torch.no_grad(), self._naming_itself():
-            logits = self._pipeline.forward(
-                part.inputs["input_ids"], part.inputs.get("position_ids")
-            )
-            if logits is None:
-                return torch.zeros((), device=self._world.device)
-            return self._counted(loss_of_logits(logits, part.targets_BT))
+            loss_sum = self._pipeline.forward(self._inputs(batch))
+        if loss_sum is None:
+            return torch.zeros((), device=self._world.device)
+        return self._counted(loss_sum)
 
     @torch.no_grad()
     def row_scores(self, batch: Batch) -> Tensor:
-        part = localize(batch, self._mesh, model=None)
         with self._naming_itself():
-            logits = self._pipeline.forward(
-                part.inputs["input_ids"], part.inputs.get("position_ids")
-            )
-        if logits is None:
-            return torch.zeros(len(part.targets_BT), device=self._world.device)
-        losses = loss_of_logits(logits, part.targets_BT, reduction="none")
-        return -losses.view(part.targets_BT.shape).sum(1)
+            losses_BT = self._pipeline.forward(self._inputs(batch), of_tokens=True)
+        if losses_BT is None:
+            return torch.zeros(len(batch.targets_BT), device=self._world.device)
+        return -losses_BT.sum(1)
 
     def take_figures(self, *, of_training: bool) -> Mapping[str, Tensor]:
         del of_training
@@ -148,9 +143,11 @@ class PipelineEngine(TorchEngine):
             fix="set it to 1; kind: fsdp shards any model, also over nodes",
         )
 
-    def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-        # Loss of the last stage, for one micro-batch.
-        loss_sum = loss_of_logits(logits_BTV, targets_BT)
+    def _inputs(self, batch: Batch) -> Inputs:
+        return Inputs.of(batch, localize(batch, self._mesh, model=None))
+
+    def _loss(self, loss_sum: Tensor, _targets_BT: Tensor) -> Tensor:
+        # Of one micro-batch.
         self._loss_total += loss_sum.detach()
         return self._stepper.scaled(loss_sum * self._scale, loss_sum)
 

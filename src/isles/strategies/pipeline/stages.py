@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,13 +22,16 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from isles.config.sections.strategy import PipelineSchedule
-from isles.dist.batch import IGNORE_INDEX, isolation_inputs
+from isles.dist.batch import IGNORE_INDEX, Batch, isolation_inputs
 from isles.errors import UserError
+from isles.strategies.head import LossHead
+from isles.strategies.sequence import MicroBatchPart
 
 log = logging.getLogger(__name__)
 
-LossSum = Callable[[Tensor, Tensor], Tensor]
-"""Function from logits and targets of a micro-batch to its loss."""
+ScaleLoss = Callable[[Tensor, Tensor], Tensor]
+"""Function from the summed loss of a micro-batch, and its targets, to the loss that is
+differentiated."""
 
 _KEPT = 2
 """Number of cached schedules; each holds buffers for all its micro-batches. A run alternates
@@ -66,21 +70,6 @@ def rank_of_stage(schedule: PipelineSchedule, stage: int, pp_size: int) -> int:
     return 2 * pp_size - 1 - stage if way_back else stage % pp_size
 
 
-def assign_layers(num_layers: int, num_stages: int) -> list[range]:
-    """The layers of each stage, divided evenly.
-
-    Remaining layers go to the middle stages first, then to the first stage, and never to the last:
-    the last stage has the head, which costs as much as several layers, the first only the
-    embedding.
-    """
-    assert num_layers >= num_stages
-    least, over = divmod(num_layers, num_stages)
-    order = [*range(1, num_stages - 1), 0]
-    counts = [least + (stage in order[:over]) for stage in range(num_stages)]
-    starts = [sum(counts[:stage]) for stage in range(num_stages)]
-    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
-
-
 def check_model(model: Any) -> None:
     """Refuse a model with custom code, whose stages are not known to be exact.
 
@@ -102,12 +91,17 @@ def check_model(model: Any) -> None:
 
 
 def cut_stage(
-    model: Any, layers: range, *, is_first: bool, is_last: bool, dtype: torch.dtype
+    model: Any,
+    layers: range,
+    *,
+    is_first: bool,
+    is_last: bool,
+    dtype: torch.dtype,
 ) -> Any:
     """A copy of the model with one stage's layers, under their names in the whole model.
 
-    Called with token ids (first stage) or hidden states, it returns hidden states, or logits (last
-    stage).
+    Called with token ids (first stage) or hidden states, it returns hidden states. The last stage
+    returns the summed loss of the targets, the loss of each token, or logits if it gets no targets.
 
     Args:
         model: the whole model, on the meta device, so that the copy costs nothing.
@@ -126,20 +120,39 @@ def cut_stage(
     if not is_last:
         base.norm = _Elsewhere()
         stage.lm_head = _Elsewhere()
+    # The whole model's own forward, because some models scale their logits there.
     whole_forward = stage.forward
+    head = LossHead(stage, whole_forward) if is_last else None
 
-    def forward(x: Tensor, position_ids: Tensor | None = None) -> Any:
+    def forward(
+        x: Tensor,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        targets: Tensor | None = None,
+        of_tokens: bool = False,
+    ) -> Any:
         options: dict[str, Any] = {"input_ids" if is_first else "inputs_embeds": x}
         if position_ids is not None:
-            options |= isolation_inputs(stage, position_ids)
-        if is_last:
-            # The whole model's own forward, because some models scale their logits there.
+            starts = None if cu_seqlens is None else cu_seqlens.flatten()
+            options |= isolation_inputs(stage, position_ids, starts, stage.longest_document)
+        if head is not None and targets is None:
             return whole_forward(**options, use_cache=False).logits
+        if head is not None and targets is not None:
+            # Within the stage: its weights are gathered only here.
+            if of_tokens:
+                return head.token_losses(whole_forward, options, targets)
+            if stage.holds_losses and torch.is_grad_enabled():
+                return head.token_losses(whole_forward, options, targets).sum()
+            return head.loss_sum(whole_forward, options, targets)
         hidden = base(**options, use_cache=False).last_hidden_state
         assert hidden.dtype == dtype, (hidden.dtype, dtype)
         return hidden
 
     stage.forward = forward
+    stage.longest_document = None
+    stage.holds_losses = False
+    """Whether several losses wait for their backward passes. A loss sum would keep a gradient of
+    the whole head for each; the loss of each token keeps only hidden states."""
     return stage
 
 
@@ -153,6 +166,54 @@ def padded_count(schedule: PipelineSchedule, count: int, pp_size: int) -> int:
     return count
 
 
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What the stages of a pipeline get of one micro-batch, or of all micro-batches of a step.
+
+    N: micro-batches. R: rows of each. T: this rank's tokens per sample.
+    """
+
+    input_ids: Tensor
+    """(N * R, T)."""
+
+    targets: Tensor
+    """(N * R, T)."""
+
+    position_ids: Tensor | None = None
+    """(N * R, T), if documents are kept apart or sequences are sharded."""
+
+    cu_seqlens: Tensor | None = None
+    """(N, documents + 1), if known: see `Batch`. A micro-batch with fewer documents has empty ones
+    at its end."""
+
+    longest_document: int | None = None
+    """See `Batch`."""
+
+    @classmethod
+    def of(cls, batch: Batch, part: MicroBatchPart) -> Inputs:
+        """One micro-batch.
+
+        Args:
+            part: this rank's part of it.
+        """
+        is_whole = part.inputs["input_ids"].shape == batch.input_ids_BT.shape
+        starts = batch.cu_seqlens_N if is_whole else None
+        return cls(
+            part.inputs["input_ids"],
+            part.targets_BT,
+            part.inputs.get("position_ids"),
+            None if starts is None else starts[None],
+            batch.longest_document,
+        )
+
+    def for_stages(self, stages: Sequence[Any]) -> dict[str, Tensor]:
+        """Keyword arguments of the stages of a rank, except the targets."""
+        for stage in stages:
+            stage.longest_document = self.longest_document  # torch passes on only tensors
+        given = {"position_ids": self.position_ids, "cu_seqlens": self.cu_seqlens}
+        return {name: value for name, value in given.items() if value is not None}
+
+
 class MicroBatches:
     """The micro-batches of a step, held until the last, then padded to one shape.
 
@@ -160,36 +221,55 @@ class MicroBatches:
     """
 
     def __init__(self) -> None:
-        self._held: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        self._held: list[Inputs] = []
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def hold(self, input_ids: Tensor, targets: Tensor, position_ids: Tensor | None) -> None:
+    def hold(self, inputs: Inputs) -> None:
         """Hold one micro-batch."""
-        self._held.append((input_ids, targets, position_ids))
+        self._held.append(inputs)
 
-    def take(self, count: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def take(self, count: int) -> Inputs:
         """All held micro-batches as `count` micro-batches of one shape, (N * R, T); clears the
         buffer.
 
-        Rows and micro-batches added as padding have no targets.
+        Rows and micro-batches added as padding have no targets, and each row is one document.
         """
         held, self._held = self._held, []
-        rows = max(input_ids.shape[0] for input_ids, _, _ in held)
-        inputs, targets, positions = zip(*held, strict=True)
+        rows = max(each.input_ids.shape[0] for each in held)
+        inputs, targets = [x.input_ids for x in held], [x.targets for x in held]
+        positions = [x.position_ids for x in held if x.position_ids is not None]
         filler = inputs[0].new_zeros((rows, inputs[0].shape[1]))
         empty = [filler] * (count - len(held))
         input_ids_NRT = torch.cat([*(_fill(x, rows, 0) for x in inputs), *empty])
         nothing = [torch.full_like(filler, IGNORE_INDEX)] * (count - len(held))
         targets_NRT = torch.cat([*(_fill(x, rows, IGNORE_INDEX) for x in targets), *nothing])
-        if positions[0] is None:
-            return input_ids_NRT, targets_NRT, None
+        if not positions:
+            return Inputs(input_ids_NRT, targets_NRT)
         row = positions[0][:1]  # any positions will do for rows without targets
         more = [row.expand(rows - x.shape[0], -1) for x in positions]
         filled = [x for pair in zip(positions, more, strict=True) for x in pair]
         unused = row.expand(rows * (count - len(held)), -1)
-        return input_ids_NRT, targets_NRT, torch.cat([*filled, unused])
+        positions_NRT = torch.cat([*filled, unused])
+        starts = [x.cu_seqlens[0] for x in held if x.cu_seqlens is not None]
+        if not starts:
+            return Inputs(input_ids_NRT, targets_NRT, positions_NRT)
+        own_rows = [len(x) for x in inputs] + [0] * (count - len(held))
+        starts += [starts[0][:1]] * (count - len(held))  # each starts at 0
+        # An added row is one document, longer than the others.
+        is_filled = min(own_rows) < rows
+        longest = None if is_filled else max(x.longest_document or 0 for x in held) or None
+        cu_seqlens = _add_rows(starts, own_rows, rows, filler.shape[1])
+        return Inputs(input_ids_NRT, targets_NRT, positions_NRT, cu_seqlens, longest)
+
+
+def _add_rows(starts: list[Tensor], own_rows: list[int], rows: int, length: int) -> Tensor:
+    # Boundaries of micro-batches with added rows, as a matrix, with empty documents at the ends.
+    ends = torch.arange(1, rows + 1, dtype=torch.int32, device=starts[0].device) * length
+    whole = [torch.cat([x, ends[own:]]) for x, own in zip(starts, own_rows, strict=True)]
+    most = max(map(len, whole))
+    return torch.stack([torch.cat([x, x[-1:].expand(most - len(x))]) for x in whole])
 
 
 def _fill(x_BT: Tensor, rows: int, value: int) -> Tensor:
@@ -205,7 +285,7 @@ class Pipeline:
         schedule: order of the micro-batches.
         group: the ranks that hold the stages of one copy of the model.
         hidden: size and dtype of the hidden states that travel between stages.
-        loss: loss of the last stage.
+        loss: called with the summed loss of each micro-batch.
     """
 
     def __init__(
@@ -216,7 +296,7 @@ class Pipeline:
         device: torch.device,
         *,
         hidden: tuple[int, torch.dtype],
-        loss: LossSum,
+        loss: ScaleLoss,
     ) -> None:
         self._modules = modules
         self._name = schedule
@@ -254,44 +334,50 @@ class Pipeline:
             )
         return count
 
-    def train(self, batch: tuple[Tensor, Tensor, Tensor | None], count: int) -> None:
+    def train(self, batch: Inputs, count: int) -> None:
         """Forward and backward passes of all micro-batches of a step. All ranks must call this.
 
         Args:
-            batch: input ids, targets and position ids, as `MicroBatches.take` returns them.
+            batch: as `MicroBatches.take` returns it.
             count: the number of micro-batches.
         """
-        input_ids, targets, positions = batch
-        shape = (count, input_ids.shape[0] // count, input_ids.shape[1])
+        rows, tokens = batch.input_ids.shape
+        shape = (count, rows // count, tokens)
         schedule = self._schedules.get(shape)
         if schedule is None:
             if len(self._schedules) == _KEPT:
                 self._schedules.pop(next(iter(self._schedules)))
             schedule = self._schedules[shape] = self._make_schedule(*shape)
-        inputs = (input_ids,) if 0 in self._modules else ()
-        options: dict[str, Any] = {} if positions is None else {"position_ids": positions}
-        target = targets if self.has_last else None
-        # Returned outputs would keep the logits of all micro-batches in memory.
+        inputs = (batch.input_ids,) if 0 in self._modules else ()
+        options, target = batch.for_stages([*self._modules.values()]), None
+        for stage in self._modules.values():
+            stage.holds_losses = isinstance(schedule, ScheduleGPipe) and count > 1
+        if self.has_last:
+            target = options["targets"] = batch.targets
         schedule.step(*inputs, target=target, return_outputs=False, **options)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor | None:
+    def forward(self, batch: Inputs, *, of_tokens: bool = False) -> Tensor | None:
         """Forward pass of one micro-batch of any shape. All ranks must call this.
 
         Returns:
-            The logits on the rank of the last stage; None on other ranks.
+            The summed loss (or the loss of each token, as the targets) on the rank of the last
+            stage; None on other ranks.
         """
-        x: Any = input_ids
+        x: Any = batch.input_ids
+        options = batch.for_stages([*self._modules.values()])
         for index, module in self._modules.items():
             before = rank_of_stage(self._name, index - 1, self._pp_size)
             if index > 0 and before != self._pp_rank:
                 x = torch.empty(
-                    (*input_ids.shape, self._hidden_size), dtype=self._dtype, device=self._device
+                    (*batch.input_ids.shape, self._hidden_size),
+                    dtype=self._dtype,
+                    device=self._device,
                 )
                 dist.recv(x, group=self._group, group_src=before)
-            x = module(x, position_ids)
             if index == self.num_stages - 1:
-                logits: Tensor = x
-                return logits
+                loss: Tensor = module(x, targets=batch.targets, of_tokens=of_tokens, **options)
+                return loss
+            x = module(x, **options)
             after = rank_of_stage(self._name, index + 1, self._pp_size)
             if after != self._pp_rank:
                 dist.send(x.contiguous(), group=self._group, group_dst=after)
