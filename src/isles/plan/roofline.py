@@ -28,6 +28,9 @@ PASSES = {False: 10.0, True: 5.0}
 """Passes through the GPU's memory of the data for the backward pass, reads and writes together. By
 whether torch.compile is used, which fuses the operations between matrix products."""
 
+_PASSES_AGAIN = {"none": 1.0, "selective": 1.2, "full": 1.3, "offload": 1.3}
+"""Factor of these passes, by gradient_checkpointing."""
+
 LAUNCHES = {False: 160, True: 50}
 """Kernels of a block, forward and backward, by whether torch.compile is used."""
 
@@ -79,17 +82,15 @@ def work_of(count: Count, layout: Layout, *, is_compiled: bool) -> Work:
     cut = layout.tp * layout.pp
     products, attention = forward_flops(count)
     backward = products * (2.0 if setting.is_whole else 1.0) + 2.0 * attention
-    again = products + attention if setting.checkpointing == "full" else 0.0
+    again = products + attention if setting.computes_again else 0.0
     kept = model.layers * count.block.saved_bytes
-    passes = (
-        PASSES[is_compiled] * {"none": 1.0, "selective": 1.2, "full": 1.3}[setting.checkpointing]
-    )
+    passes = PASSES[is_compiled] * _PASSES_AGAIN[setting.checkpointing]
     weights = count.params * setting.compute_width * 3.0
     if setting.is_mixed and setting.is_whole and not holding.casts_whole:
         weights += count.params * 6.0  # autocast reads fp32 and writes 16 bits
     if setting.block_bits:
         # 4 bits become 16 for each product: read, write, read.
-        visits = 3.0 if setting.checkpointing == "full" else 2.0
+        visits = 3.0 if setting.computes_again else 2.0
         weights += visits * model.layers * count.block.params * (setting.block_bits / 8 + 2)
     launches = LAUNCHES[is_compiled] * model.layers / layout.pp
     flops = products + attention + backward + again
@@ -203,6 +204,9 @@ def communication(
     span = layout.world_size // layout.pp
     copies = _Group(machines, layout.replicate, span)
     copy_s = 0.0
+    if setting.checkpointing == "offload":
+        # The input of each block, to main memory and back.
+        copy_s += 2 * blocks * count.hidden.size_bytes / PCIE
 
     def ring(group: _Group, numbers: float, width: float, times: int) -> _Sent:
         # Number of gathers or scatters. An all-reduce counts as two.
@@ -222,7 +226,7 @@ def communication(
             own += ring(copies, trained / shards.size, width, 2)
             each, once = (own, _Sent()) if is_full else (_Sent(), own)
             if strategy.cpu_offload:
-                copy_s = (2 * params + trained) * setting.trained_width / shards.size / PCIE
+                copy_s += (2 * params + trained) * setting.trained_width / shards.size / PCIE
         case DeepSpeedStrategyConfig():
             everyone = _Group(machines, layout.world_size, layout.world_size)
             stage = 3 if holding.weights > 1 else 2 if holding.gradients > 1 else 1
@@ -231,7 +235,7 @@ def communication(
             each = (reduced if stage >= 2 else _Sent()) + (gathered if stage == 3 else _Sent())
             once = (reduced if stage == 1 else _Sent()) + (gathered if stage < 3 else _Sent())
             if holding.offloads_state:
-                copy_s = 2 * trained * narrow / holding.state / PCIE / micro_steps
+                copy_s += 2 * trained * narrow / holding.state / PCIE / micro_steps
             if holding.offloads_weights:
                 copy_s += 2 * params * narrow / holding.weights / PCIE
         case _:
@@ -250,7 +254,7 @@ def _model_parallel(layout: Layout, machines: Machines, count: Count) -> _Sent:
     stream = tokens * model.hidden * setting.compute_width
     found = _Sent()
     if layout.tp > 1:
-        times = 6 if setting.checkpointing == "full" else 4
+        times = 6 if setting.computes_again else 4
         own = times * layers * 2 * stream * (layout.tp - 1) / layout.tp
         found += _Group(machines, layout.tp, layout.tp).ring(own, times * layers)
     if layout.cp > 1:
