@@ -174,6 +174,27 @@ def test_each_rung_needs_no_more_than_those_it_keeps(here):
     assert marked == fitting[:1] and not cluster.ladder[0].is_first
 
 
+@each("none", "selective", "full", "offload")
+def test_every_kind_of_checkpointing_has_a_plan(kind, *, here):
+    changed = f"training.gradient_checkpointing={kind}"
+    cluster = only(planned("strategy={kind: ddp}", changed, gpus="2x3070"))
+    found = {rung.name: rung.outcome for rung in cluster.ladder}
+    own, moved = found["as written"], found.get("gradient_checkpointing: offload")
+    assert own.time is not None and own.time.total_s > 0
+    assert (moved is None) == (kind == "offload")
+    if moved is not None:
+        assert moved.tightest.least.peak.total < own.tightest.least.peak.total
+        assert moved.time is not None and moved.time.total_s > own.time.total_s
+
+
+def test_a_compiled_run_gets_the_options_after_offload(here):
+    """It refuses to offload, so that is not kept."""
+    cluster = only(planned("strategy={kind: ddp}", "training.torch_compile=true", gpus="2x3070"))
+    names = [rung.name for rung in cluster.ladder]
+    assert "gradient_checkpointing: offload" not in names
+    assert "strategy: {kind: fsdp}" in names
+
+
 @each(
     RUN,
     "# one line\n{name: f, model: {name_or_path: MODEL}, data: {sources: [{path: "

@@ -214,7 +214,7 @@ def work_of(count: Count, layout: Layout, *, is_compiled: bool) -> Work:
     again = {"none": 0.0, "selective": model.layers * float(block.repeated_products)}.get(
         setting.checkpointing, model.layers * float(block.products)
     )
-    repeats_blocks = setting.checkpointing not in ("none", "selective")
+    repeats_blocks = setting.computes_again
     all_attention = attention * (4.5 if repeats_blocks else 3.5)
     passes = PASSES[is_compiled] * (1.0 if setting.checkpointing == "none" else _AGAIN)
     traffic = model.layers * block.saved_bytes * passes
@@ -412,7 +412,7 @@ def _model_parallel(layout: Layout, links: Links, count: Count) -> _Sent:
     stream = tokens * model.hidden * setting.compute_width
     found = _Sent()
     if layout.tp > 1:
-        times = 6 if setting.checkpointing == "full" else 4
+        times = 6 if setting.computes_again else 4
         own = times * layers * 2 * stream * (layout.tp - 1) / layout.tp
         found += _Group(links, layout.tp, layout.tp).ring(own, times * layers)
     if layout.cp > 1:

@@ -80,10 +80,13 @@ def _rungs(job: Job, own: Outcome) -> Iterator[tuple[str, Changes, str]]:
     if training.optimizer == "adamw":
         kept |= {"training.optimizer": "adamw_8bit"}
         yield "optimizer: adamw_8bit", dict(kept), "needs torchao"
-    order = ("none", "selective", "full")
+    order = ("none", "selective", "full", "offload")
     for how in order[order.index(training.gradient_checkpointing) + 1 :]:
-        kept |= {"training.gradient_checkpointing": how}
-        yield f"gradient_checkpointing: {how}", dict(kept), "computes again"
+        changes = kept | {"training.gradient_checkpointing": how}
+        if how != "offload":  # a compiled run, and zbv, refuse it
+            kept = changes
+        price = "computes again, and copies" if how == "offload" else "computes again"
+        yield f"gradient_checkpointing: {how}", dict(changes), price
     whole = dict(kept)
     can_cut = len(job.machines.devices) > 1 and config.adapter.type != "qlora"
     # Keep the strategy of the run file, unless it holds the whole model on every rank.

@@ -116,6 +116,11 @@ class MemorySettings:
         return self.adapter_rank == 0
 
     @property
+    def computes_again(self) -> bool:
+        """True if the backward pass computes whole blocks again."""
+        return self.checkpointing in ("full", "offload")
+
+    @property
     def is_mixed(self) -> bool:
         return self.precision.endswith("mixed")
 
