@@ -264,6 +264,7 @@ def as_a_gpu_keeps_it() -> Iterator[None]:
 
     subclass_8bit.get_qmap_signed()  # made by values, once
     subclass_8bit.get_qmap_unsigned()
+    from isles.strategies import sequence
     from isles.train.optimizer import low_memory
 
     places = (
@@ -271,6 +272,7 @@ def as_a_gpu_keeps_it() -> Iterator[None]:
         (nn.functional, "scaled_dot_product_attention"),
         (low_memory, "adamw_step"),
         (PipelineStage, "_warmup_backward_result"),
+        (sequence, "causal_lower_right"),
     )
     before = [getattr(owner, name) for owner, name in places]
 
@@ -280,13 +282,17 @@ def as_a_gpu_keeps_it() -> Iterator[None]:
 
     try:
         for (owner, name), own in zip(
-            places, (dropout, _fused, _step_nothing, _all_know), strict=True
+            places, (dropout, _fused, _step_nothing, _all_know, _no_mask), strict=True
         ):
             setattr(owner, name, own)
         yield
     finally:
         for (owner, name), own in zip(places, before, strict=True):
             setattr(owner, name, own)
+
+
+def _no_mask(*sizes: int) -> None:
+    """Instead of a description of a mask, which fused attention does not keep."""
 
 
 def _step_nothing(*state: Any, **options: Any) -> None:

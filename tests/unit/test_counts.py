@@ -184,7 +184,7 @@ def test_the_head_is_cast_once_for_all_chunks():
         with Casts(weight.numel()) as casts, torch.autocast("cpu", dtype=torch.bfloat16):
             losses.append(compute(hidden, head, targets))
         assert casts.count == 1
-    assert losses[0] == pytest.approx(losses[1].item(), rel=1e-3)
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-3)
     losses[0].backward()
     assert weight.grad is not None and weight.grad.dtype == torch.float32
 

@@ -199,7 +199,8 @@ def _one_by_one(
 ) -> Tensor:
     # Attention of one document after another.
     outputs = []
-    split = (x.transpose(0, 1)[None].split(lengths, 2) for x in (query_NHD, key_NHD, value_NHD))
+    whole = (x.transpose(0, 1)[None] for x in (query_NHD, key_NHD, value_NHD))
+    split = [torch.split(x, lengths, 2) for x in whole]
     for q, k, v in zip(*split, strict=True):
         length, mask = q.shape[2], None
         if window is not None and length > window:

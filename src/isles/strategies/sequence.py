@@ -131,13 +131,13 @@ class _Pieces:
         Returns:
             [..., T, D].
         """
-        firsts, seconds = of_ranks.split([self.first, self.tokens - self.first], -2)
+        firsts, seconds = torch.split(of_ranks, [self.first, self.tokens - self.first], -2)
         return torch.cat([*firsts.unbind(), *seconds.unbind()[::-1]], -2)
 
     def split(self, sequence: Tensor) -> Tensor:
         """The inverse of `join`, as contiguous memory."""
         sizes = [self.first] * self.ranks + [self.tokens - self.first] * self.ranks
-        pieces = sequence.split(sizes, -2)
+        pieces = torch.split(sequence, sizes, -2)
         firsts, seconds = pieces[: self.ranks], pieces[: self.ranks - 1 : -1]
         return torch.stack([torch.cat(both, -2) for both in zip(firsts, seconds, strict=True)])
 
@@ -274,7 +274,7 @@ class _Gather(torch.autograd.Function):
         ctx.group, ctx.pieces = group, pieces
         of_ranks = x.new_empty((pieces.ranks * len(x), *x.shape[1:]))
         dist.all_gather_into_tensor(of_ranks, x, group=group)
-        return pieces.join(of_ranks.unflatten(0, (pieces.ranks, -1)))
+        return pieces.join(of_ranks.view(pieces.ranks, *x.shape))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

@@ -349,8 +349,10 @@ class Pipeline:
                 self._schedules.pop(next(iter(self._schedules)))
             schedule = self._schedules[shape] = self._make_schedule(*shape)
         inputs = (batch.input_ids,) if 0 in self._modules else ()
-        options, target = batch.for_stages([*self._modules.values()]), None
-        for stage in self._modules.values():
+        stages: list[Any] = [*self._modules.values()]
+        options: dict[str, Any] = {**batch.for_stages(stages)}
+        target = None
+        for stage in stages:
             stage.holds_losses = isinstance(schedule, ScheduleGPipe) and count > 1
         if self.has_last:
             target = options["targets"] = batch.targets
