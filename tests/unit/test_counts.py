@@ -21,7 +21,7 @@
 | collectives of Muon for 8 matrices of a shape, ddp | 0 | 1 | 1 |
 | collectives of Muon for 8 matrices of a shape, fsdp | 117 | 2 | 2 |
 | matrices that a rank orthogonalizes, 8 of a shape, 8 ranks | 8 | 1 | 1 |
-| broadcasts that give an average to 8 ranks, 7B | 6,498 | 137 | 140 |
+| broadcasts that give an average to 8 ranks, 7B | 6,491 | 137 | 140 |
 | gatherings of the weights for a contribution, fsdp, 7B | 291 | 130 | 140 |
 | gatherings of the weights that a late average changes, fsdp, 7B | 291 | 0 | 0 |
 | passes over the gradients between norm and step, fp16 and clipping | 2 | 1 | 1 |
