@@ -14,13 +14,14 @@ import torch
 from isles.check.checks.machine import machine
 from isles.check.plan import NodePlan
 from isles.config.layout import Layout
-from isles.config.sections.strategy import DDPStrategyConfig
+from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
 from isles.dist.mesh import make_mesh
 from isles.dist.world import join_world, leave_world
 from isles.models.build import build_probe
 from isles.plan.find import find_machines
 from isles.run import limits
 from isles.run.env import RankEnv, rank_defaults, usable_cores
+from isles.train import strategy
 from isles.train.probe import CPU_MICRO_BATCH_SIZE, cpu_micro_batch
 from isles.train.strategy import resolve_strategy
 from tests.each import each
@@ -120,7 +121,9 @@ def test_check_and_plan_take_it_from_there(group: Any, tmp_path: Path) -> None:
     assert "of 1.2 GiB" in finding.text
 
 
-def test_the_strategy_and_the_micro_batch_take_it_from_there(group: Any, tmp_path: Path) -> None:
+def test_the_strategy_and_the_micro_batch_take_it_from_there(
+    group: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = load(tmp_path, RUN, "data.seq_length=16384").config
     world = join_world(RankEnv(0, 0, 1, 1, 0, None), device="cpu", timeout_s=10)
     try:
@@ -133,6 +136,13 @@ def test_the_strategy_and_the_micro_batch_take_it_from_there(group: Any, tmp_pat
             sizes.append(cpu_micro_batch(model, config, DDPStrategyConfig(), mesh, world))
         _, why = resolve_strategy(config, world, lambda: model)
         assert "of 1.2 GiB on the smallest rank" in why
+        both = [(DDPStrategyConfig(), 1), (FSDPStrategyConfig(), 1)]
+        monkeypatch.setattr(strategy, "fitting_strategies", lambda *_: both)
+        saved = {"world_size": 1, "sharding": "fsdp FULL_SHARD"}
+        kept, why = resolve_strategy(config, world, lambda: model, saved)
+        assert kept == FSDPStrategyConfig() and "as before the checkpoint" in why
+        saved["world_size"] = 2
+        assert resolve_strategy(config, world, lambda: model, saved)[0] == DDPStrategyConfig()
         assert sizes == [CPU_MICRO_BATCH_SIZE, CPU_MICRO_BATCH_SIZE // 2]
     finally:
         leave_world()

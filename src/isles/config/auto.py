@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from isles.config.compilation import COMPILES_FROM, compiles
-from isles.config.layout import Layout, make_layout
+from isles.config.layout import Layout, Strategy, make_layout
 from isles.config.memory import step_memory
 from isles.config.roofline import (
     UNKNOWN_CHIP,
@@ -58,11 +58,11 @@ class Resources:
         return make_layout(strategy, self.world_size, local_world_size=self.local_world_size)
 
 
-def describe(strategy: Sharding) -> str:
+def describe(strategy: Strategy) -> str:
     """Short name of a strategy."""
-    if isinstance(strategy, DDPStrategyConfig):
-        return "ddp"
-    return f"fsdp {strategy.sharding_strategy}"
+    if isinstance(strategy, FSDPStrategyConfig):
+        return f"fsdp {strategy.sharding_strategy}"
+    return strategy.kind
 
 
 def needed_bytes(

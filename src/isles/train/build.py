@@ -210,7 +210,9 @@ def _make_engine(
     resume_from: CheckpointInfo | None,
 ) -> tuple[Strategy, Mesh, Balancer, Engine, ModelSize]:
     # The model inside its strategy's engine, and its size.
-    strategy, why = resolve_strategy(config, world, lambda: empty_model(config, tokenizer))
+    manifest = {} if resume_from is None else resume_from.manifest
+    make = functools.partial(empty_model, config, tokenizer)
+    strategy, why = resolve_strategy(config, world, make, manifest)
     recorder.phase("building model", why)
     mesh = resolve_mesh(strategy, world)
     model = _make_model(config, strategy, mesh, world, tokenizer)

@@ -15,6 +15,7 @@ import torch
 import isles
 from isles.balance.balancer import Balancer
 from isles.checkpoint.save import CheckpointManager
+from isles.config.auto import describe
 from isles.config.layout import Strategy
 from isles.config.resolve import Resolved, digest
 from isles.config.sections.run import RunConfig
@@ -282,6 +283,7 @@ class Parts:
             "probe": score_probe(self.engine, self.mesh, self.world, self.vocab_size),
             "world_size": self.world.world_size,
             "strategy": self.strategy.kind,
+            "sharding": describe(self.strategy),
             "device": self.world.device_name,
             "config_digest": digest(self.config),
             "git_commit": _git_commit() if self.world.is_main else None,

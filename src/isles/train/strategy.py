@@ -6,8 +6,9 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, assert_never
 
 import torch
@@ -84,24 +85,33 @@ def check_precision(precision: str, world: World) -> None:
 
 
 def resolve_strategy(
-    config: RunConfig, world: World, empty_model: Callable[[], nn.Module]
+    config: RunConfig,
+    world: World,
+    empty_model: Callable[[], nn.Module],
+    manifest: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Strategy, str]:
     """The run file's strategy, or the strategy that isles chooses for `auto`, and the reason ("" if
     the run file sets it). All ranks must call this.
 
     Args:
         empty_model: makes the model without allocating memory.
+        manifest: of the checkpoint that the run resumes from. On as many ranks, `auto` keeps its
+            strategy, because measured links vary and another strategy rounds otherwise.
     """
     match config.strategy:
         case AutoStrategy() if config.adapter.type == "qlora":
             return DDPStrategyConfig(), "ddp, because 4-bit weights cannot be sharded over ranks"
         case AutoStrategy():
-            return _choose(config, world, empty_model())
+            is_same = manifest.get("world_size") == world.world_size
+            before = manifest.get("sharding") if is_same else None
+            return _choose(config, world, empty_model(), before)
         case given:
             return given, ""
 
 
-def _choose(config: RunConfig, world: World, model: nn.Module) -> tuple[Strategy, str]:
+def _choose(
+    config: RunConfig, world: World, model: nn.Module, before: str | None
+) -> tuple[Strategy, str]:
     size = architecture_of(model)
     # Memory of the rank with the least: its GPU's, or on a CPU its part of the machine's.
     if world.device.type == "cuda":
@@ -121,6 +131,9 @@ def _choose(config: RunConfig, world: World, model: nn.Module) -> tuple[Strategy
         else Chip(is_cuda=False),
     )
     fitting = fitting_strategies(size, config, machine)
+    for strategy, _ in fitting:
+        if describe(strategy) == before:
+            return strategy, f"{before}, as before the checkpoint"
     if len(fitting) > 1:
         machine = replace(machine, links=_measured(machine.links, world))
     chosen, why = choose_strategy(size, config, machine, fitting)
