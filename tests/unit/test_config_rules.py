@@ -153,7 +153,7 @@ def test_a_broken_rule_is_refused(row: tuple[str, ...], *, tmp_path):
     (f"true {NOTHING} packing false", "packing: true", NOT_PACKED, APART),
     ("too_long drop has no effect with text", "delete it", TEXT, "data.too_long=drop"),
     ("pipeline stages (pp_size 2) find documents", "data.packing: false", RING),
-    ("flash_attention_2 needs the ends of documents", ": sdpa", FLASH, PIPELINE),
+    ("flash_attention_2 between documents in pipeline stages", ": sdpa", FLASH, PIPELINE),
     ("method causal_lm does not read a preference source", "method: dpo", PAIRS),
     ("a chat source has one", "type: preference", DPO),
     ("num_train_epochs 2 has no length in steps", "max_steps", STREAM, NO_STEPS, EPOCHS),

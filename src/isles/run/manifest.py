@@ -163,10 +163,8 @@ _KINDS: dict[str, Callable[[object], bool]] = {
     **dict.fromkeys(("world_size", "global_batch_size", "micro_batch_size"), is_count),
     "samples_per_epoch": is_count,
     **dict.fromkeys(("created_at", "elapsed_s"), _is_time),
-    **dict.fromkeys(
-        ("lr_scheduler_type", "strategy", "sharding", "device", "config_digest"), _is_text
-    ),
-    **dict.fromkeys(("git_commit", "host"), _is_text),
+    **dict.fromkeys(("lr_scheduler_type", "strategy", "sharding", "device"), _is_text),
+    **dict.fromkeys(("config_digest", "git_commit", "host"), _is_text),
     **dict.fromkeys(("versions", "base", "outer"), _is_section),
     "probe": _is_scores,
 }

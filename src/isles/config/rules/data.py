@@ -174,8 +174,8 @@ def _packing_rules(config: RunConfig) -> Iterator[Issue]:
     if strategy.pp_size > 1 and config.model.attn_implementation == "flash_attention_2":
         yield Issue(
             (*keys, "model.attn_implementation"),
-            "flash_attention_2 needs the ends of documents, and pipeline stages (pp_size "
-            f"{strategy.pp_size}) get only the positions of tokens",
+            "isles does not support flash_attention_2 between documents in pipeline stages "
+            f"(pp_size {strategy.pp_size}), which was never tested",
             f"use attn_implementation: sdpa, {_JOINED}",
         )
 
