@@ -15,6 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 from isles.balance.measure import ComputeMeter
+from isles.cli import main
 from isles.config.compilation import compiles
 from isles.config.load import load_run_file
 from isles.models.attention import use_maskless_attention
@@ -47,6 +48,12 @@ _LOG = logging.getLogger("torch._dynamo.convert_frame")
 def test_auto_compiles_where_it_pays(capability, steps, changes, expected, *, run_file):
     config = load_run_file(run_file, [PACKED, *changes]).config
     assert compiles(config, capability, steps) is expected
+
+
+def test_pretraining_of_isles_init_is_compiled(tmp_path):
+    path = tmp_path / "new.yaml"
+    assert main(["init", "--template", "pretrain", "--output", str(path)]) == 0
+    assert compiles(load_run_file(path, []).config, (9, 0), 20_000)
 
 
 @each([(9, 0), (8, 6)], [(9, 0), (7, 5)], [(9, 0), None])
