@@ -72,7 +72,7 @@ class Rank:
         self.folder, self.rank, self.store = folder, rank, HashStore()
         self.is_cut = False
         self._now = NOW - took_s
-        clock = StepClock(lambda: self._now)
+        self.clock = clock = StepClock(lambda: self._now)
         clock.steps.extend([1.0] * 3)
         clock.step(7)
         if phase != "step":
@@ -135,6 +135,14 @@ def test_how_long_a_phase_may_take(phase, took_s, moved_at, is_hang, *, tmp_path
     """A step: min_time, a minute here; an evaluation: five times that; a save: while it moves."""
     found = Rank(tmp_path, phase, took_s=took_s, moved_at=moved_at).judge()
     assert (found is not None) == is_hang
+
+
+@each((200.0, False), (400.0, True))
+def test_a_step_with_other_rows_may_take_as_long_as_a_first_one(took_s, is_hang, *, tmp_path):
+    """A compiled model is compiled once more then."""
+    rank = Rank(tmp_path, "step", took_s=took_s)
+    rank.clock.forget()
+    assert (rank.judge() is not None) == is_hang
 
 
 def test_time_in_which_a_process_did_not_run_is_no_hang(tmp_path: Path) -> None:

@@ -63,6 +63,10 @@ class StepClock:
         """End the phase."""
         self._leave("", self.moment.step, "")
 
+    def forget(self) -> None:
+        """The next steps may take longer than the last steps, as the first steps of a run."""
+        self.steps.clear()
+
     def _leave(self, phase: str, step: int, stage: str) -> None:
         now = self.now()
         before, self.moment = self.moment, CurrentStage(phase, step, stage, now, now)

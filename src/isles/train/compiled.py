@@ -86,5 +86,7 @@ class _FallbackLine(logging.Filter):
             self._was_said = True
             error = getattr(error, "inner_exception", error)
             why = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            log.warning("a block runs uncompiled, because torch.compile failed: %s", why)
+            log.warning(
+                "a part of the model runs uncompiled, because torch.compile failed: %s", why
+            )
         return False

@@ -127,6 +127,8 @@ class Parts:
         split = self.balancer.after_step(self.progress.step, is_whole=is_whole)
         if split is not None:
             self.loader.use(split)
+            # Other rows take other times, and a compiled model is compiled once more.
+            self.meter.clock.forget()
 
     def close(self, *, is_over: bool) -> None:
         """Stop the threads and connections next to the loop.
