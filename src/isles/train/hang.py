@@ -244,7 +244,7 @@ class Watchdog:
     def _limit_s(self, moment: CurrentStage) -> float | None:
         # Seconds that this phase may take; None: no limit.
         config, steps = self._config.watchdog, self._clock.steps
-        times = _COMPILING if self._config.training.torch_compile else _FIRST
+        times = _COMPILING if self._config.training.torch_compile is True else _FIRST
         match moment.phase:
             case "step" if len(steps) < _KNOWN_STEPS:
                 return config.min_time * times
