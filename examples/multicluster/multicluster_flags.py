@@ -162,7 +162,7 @@ _RECORDS = (
         int,
         None,
         "checkpoint.every_steps",
-        "Save every so many steps. Default: every 20 minutes, on a stop, and at the end.",
+        "Save every so many steps. Default: every 10 minutes, on a stop, and at the end.",
     ),
     Flag("ckpt.topk", int, 3, "checkpoint.keep", "Newest checkpoints that are kept."),
     Flag(

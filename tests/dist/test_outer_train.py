@@ -17,12 +17,14 @@ import torch
 from isles.config.sections.outer import DiLoCoConfig
 from isles.dist.world import join_world, leave_world
 from isles.errors import ExitCode
+from isles.outer.average import combine
 from isles.outer.cluster import Cluster
 from isles.outer.codec import parse_codec
 from isles.outer.diloco import OuterSettings
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.samples import SampleLeases
 from isles.outer.layout import make_layout
+from isles.outer.messages import Apply
 from isles.outer.trainer.step import OuterStep
 from isles.run.checkpoints import list_checkpoints
 from isles.run.env import RankEnv
@@ -361,3 +363,35 @@ def test_a_manifest_stays_as_it_was_while_steps_go_on(tmp_path: Path) -> None:
     """A checkpoint is written in the background: what it says must not follow the run."""
     ((before, later, then),) = run_ranks(manifests, 1, tmp_path)
     assert before == later != then
+
+
+def measured_costs(env: RankEnv, folder: Path) -> list[int]:
+    """How many outer steps count as measured, after each: two of others, one of its own, one of
+    others."""
+    os.chdir(folder)  # a contribution without a line is written there
+    world = join_world(env, device="cpu", timeout_s=100.0)
+    weights = Numbers(0, {"a": (8,)})
+    layout = make_layout(weights.trained_shapes(), parse_codec("none"))
+    cluster = Cluster(weights, world, layout, OuterSettings())
+    progress, config = Progress.fresh(), DiLoCoConfig(sync_every=8, delay="auto")
+    recorder = Recorder(RunDir(folder), is_main=False, world_size=1)
+    exchange = OuterStep(config, "a", "ab" * 16, cluster, layout, recorder)
+    exchange.begin(progress).add([(0, 100)])
+    average, counts = folder / "average", []
+    average.write_bytes(combine("none", 8, [(bytes(4 * 8), 1.0)]))
+    for outer_step, name in enumerate("bbab"):
+        if name == "a":
+            progress.advance(samples=4, tokens=40, target_tokens=40)
+            exchange.contribute(outer_step)
+        known: dict[str, Any] = {"path": average, "refused": {}, "size_bytes": 32}
+        exchange.apply(Apply(outer_step=outer_step, weights={name: 1}, **known))
+        counts.append(len(exchange.costs))
+    exchange.close()
+    leave_world()
+    return counts
+
+
+@pytest.mark.long
+def test_a_measured_delay_counts_no_average_without_a_contribution(tmp_path: Path) -> None:
+    """A cluster that joins late, or resumes, applies averages that it neither encoded nor sent."""
+    assert run_ranks(measured_costs, 1, tmp_path) == [[0, 0, 1, 1]]

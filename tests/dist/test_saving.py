@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,10 +28,11 @@ from tests.ranks import one_rank, run_ranks, start_training, train
 LENGTH = ("training.max_steps=60", "training.logging_steps=1", "checkpoint.keep=99")
 
 
-def saves_of(env: RankEnv, minutes: Any, blocked_s: float) -> list[int]:
+def saves_of(env: RankEnv, minutes: Any, blocked_s: Sequence[float]) -> list[int]:
     """The steps that save, of 60 steps of half a minute. The clock of rank 1 is an hour ahead.
 
     Each save stops rank 1 for a time, and no other rank; rank 1 writes for two minutes.
+    `blocked_s`: of the first saves; the last of it for later saves.
     """
     world = join_world(env, device="cpu", timeout_s=100.0)
     clock, step, saved = 3600.0 * env.rank, 0, list[int]()
@@ -45,8 +47,9 @@ def saves_of(env: RankEnv, minutes: Any, blocked_s: float) -> list[int]:
         agreement.ask(is_saving=is_writing)
         clock += 30.0
         if agreement.may_save(agreement.decide(), is_due=step == 25):
+            stopped_s = blocked_s[min(len(saved), len(blocked_s) - 1)]
             saved.append(step)
-            agreement.saved(blocked_s * env.rank)
+            agreement.saved(stopped_s * env.rank)
     return saved
 
 
@@ -55,11 +58,13 @@ def saves_of(env: RankEnv, minutes: Any, blocked_s: float) -> list[int]:
     [
         # Rank 0 looks at its clock when a step begins: 10 minutes are over as step 21 begins. The
         # save of step 25 is due before the one of step 21 is written.
-        ("auto", 1.0, [21, 26, 47]),
+        ("auto", [1.0], [21, 26, 47]),
         # 18 s are 2 % of 15 minutes, 30 steps.
-        ("auto", 18.0, [21, 26, 57]),
-        (10.0, 18.0, [21, 26, 47]),
-        (None, 1.0, [25]),
+        ("auto", [18.0], [21, 26, 57]),
+        ("auto", [600.0, 1.0], [21, 26, 47]),  # once, for memory
+        ("auto", [1.0, 600.0, 1.0], [21, 26, 47]),  # once, as a disk stalled
+        (10.0, [18.0], [21, 26, 47]),
+        (None, [1.0], [25]),
     ],
 )
 def test_ranks_save_at_the_same_steps_whatever_their_clocks_say(minutes, blocked_s, steps):

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from isles.balance import gpus as of_gpus
 from isles.balance.balancer import Balancer
 from isles.balance.curve import Curve, rank_seconds, step_seconds
-from isles.balance.gpus import GpuSpeed
+from isles.balance.gpus import GpuMeter, GpuSpeed
 from isles.balance.measure import ComputeMeter, Probe, calibrate, rows_that_fit
 from isles.balance.revise import (
     Allocation,
@@ -125,6 +126,25 @@ def test_rows_are_split_anew_only_where_it_pays_and_come_back_to_a_rank_that_rec
     quick, reason = revised(now, 1, 1 / 3)
     assert quick.split.rows == (24, 24)
     assert "its rows give 0.67 times an even split, not 2.00" in reason
+
+
+def test_a_driver_that_fails_gives_no_evidence(monkeypatch):
+    """It may show fewer GPUs than torch, or fail after a while."""
+
+    class Cards:
+        calls = 0
+
+        def speed(self, position: int) -> tuple[float, str]:
+            self.calls += 1
+            return [(1500.0, "")][self.calls - 1 + position]
+
+    cards, clock = Cards(), iter(range(100))
+    monkeypatch.setattr(of_gpus, "find_cards", lambda _: cards)
+    meter = GpuMeter(0, lambda: float(next(clock)))
+    for _ in range(4):
+        meter.step_done()
+    assert meter.readings() == [GpuSpeed(1500.0, 0.0)]
+    assert cards.calls == 2, "asked no more"
 
 
 SLOW_CLOCK, FULL_CLOCK = GpuSpeed(1200.0, 0.0), GpuSpeed(1500.0, 0.0)

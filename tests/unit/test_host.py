@@ -88,3 +88,13 @@ ALL = set(range(16))
 )
 def test_a_rank_keeps_to_the_allowed_cores_of_its_gpus_socket(address, allowed, cores, *, sysfs):
     assert near_cores(address, allowed, sysfs) == cores
+
+
+@each(
+    (8, {7}),  # one rank of eight has one core of eight
+    (2, set()),  # one of two has four, and would lose three
+)
+def test_a_rank_is_bound_to_no_fewer_cores_than_its_share(ranks, cores, *, sysfs):
+    allowed = {0, 1, 2, 3, 8, 9, 10, 7}
+    found = near_cores("0000:65:00.0", allowed, sysfs, least=len(allowed) // ranks)
+    assert found == cores

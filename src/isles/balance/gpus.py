@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from isles.run.cards import POWER_LIMIT, find_cards
+
+log = logging.getLogger(__name__)
 
 _EVERY_S = 1.0
 """Time between two readings. A driver may need a millisecond for one."""
@@ -50,7 +53,12 @@ class GpuMeter:
         if self._driver is None or now < self._last_s + _EVERY_S:
             return
         self._last_s = now
-        clock_mhz, why = self._driver.speed(self._position)
+        try:
+            clock_mhz, why = self._driver.speed(self._position)
+        except Exception as error:  # evidence only: a driver that fails must not end the run
+            log.info("the GPU's driver reports no clock: %s", error)
+            self._driver = None
+            return
         if clock_mhz:
             self._found.append(GpuSpeed(clock_mhz, float(why not in ("", POWER_LIMIT))))
 

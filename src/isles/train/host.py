@@ -60,19 +60,25 @@ def bind_to_gpu(world: World) -> None:
     if None in address:
         return  # an older torch
     domain, bus, number = address
-    cores = near_cores(f"{domain:04x}:{bus:02x}:{number:02x}.0", os.sched_getaffinity(0))
+    allowed = os.sched_getaffinity(0)
+    cores = near_cores(
+        f"{domain:04x}:{bus:02x}:{number:02x}.0",
+        allowed,
+        least=len(allowed) // world.local_world_size,
+    )
     if cores:
         os.sched_setaffinity(0, cores)
         log.info("rank %d uses the %d cores of its GPU's NUMA node", world.rank, len(cores))
 
 
-def near_cores(address: str, allowed: set[int], sys: Path = _SYS) -> set[int]:
+def near_cores(address: str, allowed: set[int], sys: Path = _SYS, *, least: int = 1) -> set[int]:
     """The allowed cores of a PCI device's NUMA node; empty if no binding is useful.
 
     Args:
         address: of the device, such as 0000:65:00.0.
         allowed: cores that this process may use.
         sys: where sysfs is mounted.
+        least: number of cores that a rank needs. A queue may give a job few cores near its GPUs.
     """
     nodes = sys / "devices/system/node"
     try:
@@ -82,7 +88,7 @@ def near_cores(address: str, allowed: set[int], sys: Path = _SYS) -> set[int]:
         near = _cores((nodes / f"node{node}" / "cpulist").read_text()) & allowed
     except (OSError, ValueError):
         return set()
-    return near if near != allowed else set()
+    return near if least <= len(near) < len(allowed) else set()
 
 
 def _cores(text: str) -> set[int]:

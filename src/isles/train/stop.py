@@ -187,7 +187,7 @@ class Agreement:
         self._save_every_s = self._said_s = saves.save_every_s
         self._is_limited = saves.every_minutes == "auto"
         self._saved_at = now()
-        self._blocked_ms = 0
+        self._blocked_ms = self._blocked_before_ms = 0
         self._is_owed = False
         self._requests = torch.zeros(5, dtype=torch.int32)
         self._work: dist.Work | None = None
@@ -244,11 +244,14 @@ class Agreement:
     def saved(self, blocked_s: float) -> None:
         """Restart the save clock after a save that stopped training for some seconds."""
         self._saved_at, self._is_owed = self._now(), False
+        self._blocked_before_ms = self._blocked_ms
         self._blocked_ms = min(int(1000 * blocked_s), 2**31 - 1)
 
     def _save_interval_s(self) -> float | None:
-        # On rank 0. It is longer if the last save stopped the slowest rank for a large share of it.
-        every_s, blocked_s = self._save_every_s, self._blocked_ms / 1000
+        # On rank 0. It is longer if the last two saves stopped the slowest rank for a large share
+        # of it. A single save may take minutes: the first allocates memory, and a disk may stall.
+        every_s = self._save_every_s
+        blocked_s = min(self._blocked_before_ms, self._blocked_ms) / 1000
         if every_s is None or self._said_s is None or not self._is_limited:
             return every_s
         least_s = blocked_s / MAX_SAVING_SHARE

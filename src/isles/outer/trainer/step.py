@@ -133,7 +133,8 @@ class OuterStep:
         self.delay = None if config.delay == "auto" else config.delay
         """Inner steps while an average is on its way; None: not decided yet, as if 0."""
         self.costs: list[float] = []
-        """Seconds of the outer steps of this attempt, without the wait for other clusters."""
+        """Seconds of the outer steps of this attempt that answer a contribution, without the wait
+        for other clusters. Without an encoding and a transfer, a step is too fast to count."""
         self._own_s = 0.0
         self._steps_before = 0  # inner steps of earlier attempts
         self.sent: dict[int, Pending] = {}
@@ -313,8 +314,10 @@ class OuterStep:
             return
         began = time.perf_counter()
         applied = self._cluster.apply(*arguments, alpha=alpha, is_warmup=is_warmup)
-        own_s = self._own_s + time.perf_counter() - began
-        self.costs.append(own_s + apply.send_s + apply.receive_s)
+        own_s, self._own_s = self._own_s, 0.0
+        if own_s:
+            own_s += time.perf_counter() - began
+            self.costs.append(own_s + apply.send_s + apply.receive_s)
         self._applied(apply, pending, applied, mode)
 
     def _end_pending(self, outer_step: int) -> Pending | None:
