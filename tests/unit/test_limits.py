@@ -14,13 +14,14 @@ import torch
 from isles.check.checks.machine import machine
 from isles.check.plan import NodePlan
 from isles.config.layout import Layout
-from isles.config.sections.strategy import DDPStrategyConfig
+from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
 from isles.dist.mesh import make_mesh
 from isles.dist.world import join_world, leave_world
 from isles.models.build import build_probe
 from isles.plan.find import find_machines
 from isles.run import limits
 from isles.run.env import RankEnv, rank_defaults, usable_cores
+from isles.train import strategy as strategies
 from isles.train.probe import CPU_MICRO_BATCH_SIZE, cpu_micro_batch
 from isles.train.strategy import resolve_strategy
 from tests.each import each
@@ -186,3 +187,26 @@ def test_ranks_on_gpus_get_an_allocator_whose_blocks_grow(release, environ, is_s
     assert ("in WSL2" in system.text) == (not is_set)
     for own in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         assert rank_defaults(device="cuda", nproc=1, interface=None, environ={own: "x"}) == {}
+
+
+def test_a_resumed_run_keeps_the_strategy_that_it_chose(group: Any, tmp_path: Path, monkeypatch):
+    """On as many ranks of the same kind: another strategy rounds otherwise."""
+    config = load(tmp_path, RUN).config
+    world = join_world(RankEnv(0, 0, 1, 1, 0, None), device="cpu", timeout_s=10)
+    choices = [(DDPStrategyConfig(), 1), (FSDPStrategyConfig(), 1)]
+    monkeypatch.setattr(strategies, "fitting_strategies", lambda *_: choices)
+    monkeypatch.setattr(strategies, "_measured", lambda links, _: links)
+    saved = {"world_size": 1, "device": "CPU", "strategy": "fsdp", "sharding": "FULL_SHARD"}
+    try:
+        options: dict[str, Any] = {"dtype": torch.float32, "vocab_size": 512}
+        model = build_probe(config.model, num_layers=2, device=torch.device("meta"), **options)
+        for change, kind in (
+            ({}, "fsdp"),
+            ({"world_size": 2}, "ddp"),
+            ({"device": "NVIDIA H100"}, "ddp"),
+            ({"sharding": "HYBRID_SHARD"}, "ddp"),  # which does not fit now
+        ):
+            found, _ = resolve_strategy(config, world, lambda: model, saved | change)
+            assert found.kind == kind, change
+    finally:
+        leave_world()

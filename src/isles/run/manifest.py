@@ -164,12 +164,12 @@ _KINDS: dict[str, Callable[[object], bool]] = {
     "samples_per_epoch": is_count,
     **dict.fromkeys(("created_at", "elapsed_s"), _is_time),
     **dict.fromkeys(("lr_scheduler_type", "strategy", "device", "config_digest"), _is_text),
-    **dict.fromkeys(("git_commit", "host"), _is_text),
+    **dict.fromkeys(("git_commit", "host", "sharding"), _is_text),
     **dict.fromkeys(("versions", "base", "outer"), _is_section),
     "probe": _is_scores,
 }
 _MAY_BE_NULL = {"total_steps", "micro_batch_size", "samples_per_epoch", "base", "outer", "device"}
-_MAY_BE_NULL |= {"git_commit", "lr_scheduler_type", "probe"}
+_MAY_BE_NULL |= {"git_commit", "lr_scheduler_type", "probe", "sharding"}
 
 
 def _shown(value: object) -> str:

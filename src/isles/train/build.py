@@ -210,7 +210,8 @@ def _make_engine(
     resume_from: CheckpointInfo | None,
 ) -> tuple[Strategy, Mesh, Balancer, Engine, ModelSize]:
     # The model inside its strategy's engine, and its size.
-    strategy, why = resolve_strategy(config, world, lambda: empty_model(config, tokenizer))
+    earlier = None if resume_from is None else resume_from.manifest
+    strategy, why = resolve_strategy(config, world, lambda: empty_model(config, tokenizer), earlier)
     recorder.phase("building model", why)
     mesh = resolve_mesh(strategy, world)
     model = _make_model(config, strategy, mesh, world, tokenizer)

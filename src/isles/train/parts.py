@@ -282,6 +282,7 @@ class Parts:
             "probe": score_probe(self.engine, self.mesh, self.world, self.vocab_size),
             "world_size": self.world.world_size,
             "strategy": self.strategy.kind,
+            "sharding": getattr(self.strategy, "sharding_strategy", None),
             "device": self.world.device_name,
             "config_digest": digest(self.config),
             "git_commit": _git_commit() if self.world.is_main else None,

@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, assert_never
 
@@ -84,31 +84,38 @@ def check_precision(precision: str, world: World) -> None:
 
 
 def resolve_strategy(
-    config: RunConfig, world: World, empty_model: Callable[[], nn.Module]
+    config: RunConfig,
+    world: World,
+    empty_model: Callable[[], nn.Module],
+    earlier: Mapping[str, Any] | None = None,
 ) -> tuple[Strategy, str]:
     """The run file's strategy, or the strategy that isles chooses for `auto`, and the reason ("" if
     the run file sets it). All ranks must call this.
 
     Args:
         empty_model: makes the model without allocating memory.
+        earlier: manifest of the checkpoint from which the run resumes.
     """
     match config.strategy:
         case AutoStrategy() if config.adapter.type == "qlora":
             return DDPStrategyConfig(), "ddp, because 4-bit weights cannot be sharded over ranks"
         case AutoStrategy():
-            return _choose(config, world, empty_model())
+            return _choose(config, world, empty_model(), earlier or {})
         case given:
             return given, ""
 
 
-def _choose(config: RunConfig, world: World, model: nn.Module) -> tuple[Strategy, str]:
+def _choose(
+    config: RunConfig, world: World, model: nn.Module, earlier: Mapping[str, Any]
+) -> tuple[Strategy, str]:
     size = architecture_of(model)
     # Memory of the rank with the least: its GPU's, or on a CPU its part of the machine's.
     if world.device.type == "cuda":
         mine = gpu_bytes(world.device)
     else:
         mine = memory().total // world.local_world_size
-    gpus = [find_gpu(name) for name in world.gather(world.device_name)]
+    names = world.gather(world.device_name)
+    gpus = [find_gpu(name) for name in names]
     is_narrow = config.training.precision != "32-true"
     local = _ranks_per_node(world)
     machine = Resources(
@@ -121,6 +128,12 @@ def _choose(config: RunConfig, world: World, model: nn.Module) -> tuple[Strategy
         else Chip(is_cuda=False),
     )
     fitting = fitting_strategies(size, config, machine)
+    if earlier.get("world_size") == world.world_size and earlier.get("device") == names[0]:
+        # Another strategy rounds otherwise, and a link is never measured twice alike.
+        before = earlier.get("strategy"), earlier.get("sharding")
+        for strategy, _ in fitting:
+            if before == (strategy.kind, getattr(strategy, "sharding_strategy", None)):
+                return strategy, f"{describe(strategy)}, as before the run was resumed"
     if len(fitting) > 1:
         machine = replace(machine, links=_measured(machine.links, world))
     chosen, why = choose_strategy(size, config, machine, fitting)
