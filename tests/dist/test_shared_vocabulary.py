@@ -110,3 +110,27 @@ def test_ranks_that_share_a_vocabulary_have_the_loss_of_one_and_no_whole_logits(
             if vocab == VOCAB:
                 assert VOCAB // 2 in widths, "the logits of this rank's columns"
                 assert VOCAB not in widths, settings
+
+
+def _compiled(env: RankEnv) -> list[float]:
+    join_world(env, device="cpu", timeout_s=60)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    tokens = torch.randint(0, VOCAB, (2, T), generator=torch.Generator().manual_seed(1))
+    apart = []
+    for is_tied in (False, True):
+        model = small_model("llama", vocab_size=VOCAB, tie_word_embeddings=is_tied)
+        twin = copy.deepcopy(model)
+        apply_tensor_parallel(model, mesh)
+        for block in model.model.layers:
+            block.compile(backend="aot_eager")
+        LossHead(model).loss_sum(model, {"input_ids": tokens}, tokens).backward()
+        logits = twin(input_ids=tokens, use_cache=False).logits
+        fused_loss.loss_of_logits(logits, tokens).backward()
+        mine, other = (each.get_input_embeddings().weight.grad for each in (model, twin))
+        apart.append(float((mine.full_tensor() - other).abs().max() / other.abs().max()))
+    return apart
+
+
+def test_compiled_blocks_pass_gradients_on_to_a_shared_embedding():
+    for apart in run_ranks(_compiled, 2):
+        assert max(apart) < 2e-5

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from isles.config import roofline
 from isles.config.load import load_run_file
 from isles.config.roofline import LAUNCH_S, LAUNCHES, PASSES, Chip, work_of
 from isles.facts.gpus import named_gpu
@@ -134,6 +135,17 @@ def work_of_rows(rows: int, length: int):
     setting = MemorySettings("bf16-mixed", "adamw", rows, length, gpu_bytes=80 << 30)
     count = Count(Architecture.of(load_shape("llama-150m")), setting, Holding(casts_whole=True))
     return work_of(count, planned().layout, is_compiled=False)
+
+
+def test_each_rank_that_shares_the_vocabulary_moves_its_part_of_the_logits():
+    setting = MemorySettings("bf16-mixed", "adamw", 16, 1024, gpu_bytes=80 << 30)
+    moved = []
+    for ranks in (1, 2):
+        holding = Holding(casts_whole=True, tensor=ranks, cuts_ends=True)
+        count = Count(Architecture.of(load_shape("llama-150m")), setting, holding)
+        tokens, vocab = 16 * 1024, count.model.vocab / ranks
+        moved.append(roofline._loss_bytes(count, tokens, vocab, is_compiled=False))
+    assert 0.4 < moved[1] / moved[0] <= 0.5
 
 
 def test_a_plan_takes_the_fastest_strategy_that_fits():

@@ -244,14 +244,15 @@ def work_of(count: Count, layout: Layout, *, is_compiled: bool) -> Work:
 
 def _loss_bytes(count: Count, tokens: int, vocab: float, *, is_compiled: bool) -> float:
     # Whole logits in fp32 are also log-probabilities, and have a gradient in fp32.
+    # Ranks that share the head gather them.
     setting, model = count.setting, count.model
-    if not (setting.is_chunked and model.has_plain_head and _ends_cut(count) == 1):
-        return tokens * vocab * LOGIT_BYTES[is_compiled] * 2
+    if not (setting.is_chunked and model.has_plain_head):
+        return tokens * model.vocab * LOGIT_BYTES[is_compiled] * 2
     found = tokens * vocab * LOGIT_BYTES[is_compiled]
     if setting.is_whole or setting.trains_ends:
-        # Each chunk adds to the gradient of the whole head in fp32.
-        chunks = max(1.0, tokens / chunk_tokens(model.vocab, setting.gpu_bytes))
-        found += chunks * model.head_params * 2 * FP32
+        # Each chunk adds to the gradient of the whole head, or of the rank's part, in fp32.
+        chunks = max(1.0, tokens / chunk_tokens(int(vocab), setting.gpu_bytes))
+        found += chunks * model.head_params / _ends_cut(count) * 2 * FP32
     return found
 
 

@@ -169,7 +169,7 @@ _KINDS: dict[str, Callable[[object], bool]] = {
     "probe": _is_scores,
 }
 _MAY_BE_NULL = {"total_steps", "micro_batch_size", "samples_per_epoch", "base", "outer", "device"}
-_MAY_BE_NULL |= {"git_commit", "lr_scheduler_type", "probe"}
+_MAY_BE_NULL |= {"git_commit", "lr_scheduler_type", "probe", "sharding"}
 
 
 def _shown(value: object) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -60,6 +60,9 @@ def apply_tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh, styles)
     if is_tied:
         head.weight = embedding.weight
+    if isinstance(embedding.weight, DTensor):
+        # The local part of a DTensor is a view. A compiled block would lose its gradient.
+        embedding.register_forward_hook(lambda _module, _inputs, output: output.clone())
 
 
 def _style(kind: str, name: str, model: Any) -> ParallelStyle:

@@ -118,7 +118,8 @@ def _choose(
         mine = gpu_bytes(world.device)
     else:
         mine = memory().total // world.local_world_size
-    gpus = [find_gpu(name) for name in world.gather(world.device_name)]
+    names = world.gather(world.device_name)
+    gpus = [find_gpu(name) for name in names]
     is_narrow = config.training.precision != "32-true"
     local = _ranks_per_node(world)
     machine = Resources(
