@@ -36,7 +36,7 @@ class Resources:
     Args:
         memory_bytes: memory of the rank with the least.
         links: links between the ranks. Not used if only one strategy fits.
-        chip: speed of the slowest rank. 0: unknown, and only communication is compared.
+        chip: speed of the slowest rank. If it is unknown, only communication is compared.
     """
 
     world_size: int

@@ -81,7 +81,7 @@ _AGAIN = 1.4
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """Speed of a rank's device. 0: unknown.
+    """Speed of a rank's device. An unknown speed is 0.
 
     Args:
         flops: FLOP/s of matrix products in the run's precision.

@@ -51,7 +51,7 @@ class NvidiaCards:
         count: number of GPUs.
 
     Raises:
-        Exception: of any type, if there is no driver or no GPU.
+        Exception: of any type, if a driver or a GPU is missing.
     """
 
     def __init__(self, wanted: list[str] | None, count: int) -> None:

@@ -1,7 +1,7 @@
 """Head and cross-entropy, chunk by chunk: the logits of all tokens never exist at the same time.
 
 The logits of a chunk are turned into their own gradient in place. If ranks share the vocabulary,
-each rank computes the logits of its own columns, and one small collective per chunk gives the sums
+each rank computes the logits of its columns, and one small collective per chunk gives the sums
 over all columns.
 
 N: tokens with a target. H: hidden size. V: vocabulary, or this rank's part of it. C: tokens per
@@ -263,7 +263,7 @@ class _Gradients:
         self.bias_V = _zeros_fp32(bias_V) if wants[2] and bias_V is not None else None
 
     def add(self, part: slice, grad_CV: Tensor, hidden_CH: Tensor, weight_VH: Tensor) -> None:
-        """Add those of one chunk."""
+        """Add the gradients of a chunk."""
         if self.hidden_NH is not None:
             self.hidden_NH[part] = grad_CV @ weight_VH
         if self.weight_VH is not None:

@@ -135,7 +135,7 @@ class QueueSection(LoginSection):
     run is finished."""
 
     save_before: Annotated[DurationS, Field(ge=10)] = 300.0
-    """Time before the time limit at which the run saves and stops."""
+    """The run saves and stops this long before the time limit."""
 
     account: Text | None = None
     """Account or project to charge."""

@@ -45,8 +45,9 @@ def layers_of_rank(model: Architecture, length: int, holding: Holding, *, is_las
 def assign_layers(costs: Sequence[int], num_stages: int, *, head: int = 0) -> list[range]:
     """The layers of each stage, such that the slowest stage has as little work as possible.
 
-    The slowest stage sets the time of a step. Of equal divisions, the most even one is taken, and
-    then the one with the fewest layers on the first stages, which keep the most activations.
+    The slowest stage sets the time of a step. If divisions are equally fast, the most even division
+    is taken, and then the division with the fewest layers on the first stages, which keep the most
+    activations.
 
     Args:
         costs: work of each layer, in any unit. At least one per stage.

@@ -42,7 +42,7 @@ class PipelineEngine(TorchEngine):
     Args:
         model: the whole model on the meta device, with its attention set, not sharded yet.
         config: sharding of a stage over its ranks; NO_SHARD: each of them holds it whole.
-        costs: work of a block, and of the head, by which layers are assigned to stages.
+        costs: work of a block and of the head; they decide which layers a stage has.
         parallelize: applies tensor parallel, if used, to a stage on the meta device, in place.
 
     Raises:
