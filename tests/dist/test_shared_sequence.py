@@ -19,6 +19,7 @@ from isles.config.sections.strategy import DDPStrategyConfig
 from isles.dist.batch import IGNORE_INDEX, Batch, block_mask, cu_seqlens
 from isles.dist.mesh import make_mesh
 from isles.dist.world import World, join_world
+from isles.models.recompute import set_gradient_checkpointing
 from isles.run.env import RankEnv
 from isles.strategies.fused_loss import loss_of_logits
 from isles.strategies.sequence import localize, use_context_parallel_attention
@@ -44,7 +45,8 @@ def _batch(length: int, *, is_packed: bool) -> Batch:
 
 
 CASES = [(length, packed) for length in (12, 24, 6, 3) for packed in (False, True)]
-"""Lengths for three ranks: pieces of two tokens, of four, of one, and of none and one."""
+"""Lengths for three ranks: pieces of two tokens, of four, of one, and of none and one. With four,
+blocks are checkpointed selectively, in a dispatch mode."""
 
 
 def _gradients(env: RankEnv, method: str) -> list[tuple[float, float]]:
@@ -56,6 +58,8 @@ def _gradients(env: RankEnv, method: str) -> list[tuple[float, float]]:
         heads = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
         model, twin = small_model(**heads), small_model(**heads)
         use_context_parallel_attention(model, mesh)
+        if length == 24:
+            set_gradient_checkpointing(model, "selective")
         part = localize(batch, mesh, model)
         loss = loss_of_logits(model(**part.inputs, use_cache=False).logits, part.targets_BT)
         loss.backward()

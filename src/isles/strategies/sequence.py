@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
 
 from isles.dist.batch import Batch, block_mask, isolation_inputs
 from isles.dist.mesh import Mesh
@@ -194,10 +195,10 @@ class _AllGather:
             here = slice(start, start := start + tokens)
             if not tokens:
                 continue
-            # Not as a mask of numbers, which would rule out flash attention.
-            mask: Tensor = causal_lower_right(tokens, seen)
             if attention_mask is not None:
                 mask = attention_mask[:, :, here, :seen]
+            else:  # not as a mask of numbers, which would rule out flash attention
+                mask = _causal(tokens, seen)
             out = F.scaled_dot_product_attention(
                 query_BHtD[:, :, here],
                 # No query of this piece attends to later keys, so they are not computed.
@@ -246,6 +247,15 @@ class _Ulysses:
         )
         out_BHtD = _exchange(out_BhTD, self._group, split=2, join=1)
         return out_BHtD.transpose(1, 2).contiguous(), None
+
+
+def _causal(tokens: int, seen: int) -> Tensor:
+    # That the last tokens of those seen attend to all before them.
+    if torch.compiler.is_compiling():
+        return causal_lower_right(tokens, seen)
+    # Within a dispatch mode, such as that of selective checkpointing, torch cannot make it.
+    with _disable_current_modes():
+        return causal_lower_right(tokens, seen)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
