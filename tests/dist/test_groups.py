@@ -50,7 +50,9 @@ def _join(env: RankEnv) -> tuple[int, int, int, bool]:
 
 def test_groups_connect_only_ranks_that_send_to_each_other_and_files_may_be_many():
     """A rank of n opens some 2 log2(n) sockets in a group, not n: 512 ranks stay below 1,024."""
+    each = 2 * math.log2(RANKS)
     for made, used, files, is_raised in run_ranks(_join, RANKS):
-        assert made == 4, "a socket that listens, for each group"
-        assert used <= 4 + 2 * math.log2(RANKS)
+        # A socket that listens in each group; three groups have met.
+        assert made <= 4 + 3 * each < 4 * (RANKS - 1)
+        assert used <= made + each
         assert is_raised, files

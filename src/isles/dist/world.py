@@ -296,6 +296,10 @@ def join_world(
         # Messages of one group have one order, so the thread that saves needs a group for itself.
         saving = dist.new_group(backend="gloo", timeout=patient)
         work = dist.new_group(backend="gloo", timeout=patient)
+        for group in (control, saving, work):
+            # Ranks that cannot reach each other fail here, and not at a group's first use, hours
+            # later and after five times its timeout.
+            dist.barrier(group=group)
     except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
         raise CommunicationError(
             f"rank {env.rank} of {env.world_size} could not join the others: {error}",
