@@ -49,7 +49,7 @@ def compile_blocks(model: nn.Module, class_names: tuple[str, ...] = ()) -> None:
     """Compile a model in place, block by block.
 
     The blocks share their graphs, so that a start takes seconds. A block that cannot be compiled
-    runs uncompiled, and one line in the log says so.
+    runs uncompiled, and the log has one line about it.
 
     Args:
         class_names: class names of the blocks; if empty, see `find_blocks`.
