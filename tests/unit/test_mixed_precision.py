@@ -91,6 +91,32 @@ def test_one_rank_computes_as_many_do(kind, *, world):
     assert set(kinds) == {torch.bfloat16}
 
 
+@each("none", "full")
+def test_a_block_has_learned_before_the_block_before_it_goes_backward(checkpointing, *, world):
+    """So 16-bit gradients of one block exist at a time, and DDP sends while others compute."""
+    model = small_model("llama", num_hidden_layers=3)
+    set_gradient_checkpointing(model, checkpointing)
+    events: list[str] = []
+
+    def watch(name: str) -> Callable[[Any], None]:
+        return lambda _: events.append(name)
+
+    first, _, last = find_blocks(model)
+    for name, module in (("head", model.lm_head), ("last", last)):
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(watch(name))
+
+    def watch_output(name: str, out: Any) -> None:
+        if out.requires_grad:  # the engine first tries the model without gradients
+            out.register_hook(watch(name))
+
+    for name, block in (("first", first), ("into last", last)):
+        block.register_forward_hook(lambda _, args, out, name=name: watch_output(name, out))
+    learn(engine_of(model, DDPStrategyConfig(), world, "bf16-mixed"))
+    half = events[: events.index("first") + 1]
+    assert half == ["head", "into last", *["last"] * 9, "first"]
+
+
 @each("none", "selective", "full")
 def test_blocks_that_are_computed_again_use_the_same_weights(checkpointing, *, world):
     found = []

@@ -32,11 +32,17 @@ class MixedPrecision:
         self._dtype, self._kind = MIXED_DTYPE.get(precision), device.type
         self._has_copies = precision == "bf16-mixed"
         self._groups = _groups(model) if self._has_copies else []
+        self._waiting: dict[nn.Module, tuple[Tensor, ...]] = {}
+        """Copies of the modules that have not run in this micro-batch, without gradients yet."""
         self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     self._places.setdefault(parameter, []).append((module, name))
+        disable: Any = torch.compiler.disable  # torch leaves it untyped
+        self._members = {owner: group for owner, group in self._groups if owner is not None}
+        for owner in self._members:
+            owner.register_forward_pre_hook(disable(self._link_now))
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
@@ -46,62 +52,83 @@ class MixedPrecision:
         there.
         """
         try:
-            for group in self._groups:
-                copies = _Copy.apply(self._dtype, *group)  # type: ignore[no-untyped-call]
-                self._put(dict(zip(group, copies, strict=True)))
+            for owner, group in self._groups:
+                with torch.no_grad():
+                    copies = _cast(group, self._dtype)
+                if owner is None:
+                    copies = _Link.apply(len(group), *group, *copies)  # type: ignore[no-untyped-call]
+                else:
+                    self._waiting[owner] = copies
+                self._put(group, copies)
             yield
         finally:
-            for group in self._groups:
-                self._put(dict(zip(group, group, strict=True)))
+            self._waiting.clear()
+            for _, group in self._groups:
+                self._put(group, group)
+
+    def _link_now(self, owner: nn.Module, _inputs: Any) -> None:
+        # Autograd goes backward in the order in which nodes were made. Linked at the start, all
+        # 16-bit gradients would be kept to the end of the backward pass, and sent only then.
+        if torch.is_grad_enabled() and (copies := self._waiting.pop(owner, None)) is not None:
+            group = self._members[owner]
+            self._put(group, _Link.apply(len(group), *group, *copies))  # type: ignore[no-untyped-call]
 
     def forward(self) -> torch.autocast:
         """The context of a forward pass alone, within `micro_batch`."""
         enabled = self._dtype is not None and not self._has_copies
         return torch.autocast(self._kind, dtype=self._dtype, enabled=enabled)
 
-    def _put(self, values: dict[nn.Parameter, Any]) -> None:
-        for parameter, value in values.items():
+    def _put(self, group: tuple[nn.Parameter, ...], values: tuple[Any, ...]) -> None:
+        for parameter, value in zip(group, values, strict=True):
             for module, name in self._places[parameter]:
                 module._parameters[name] = value
 
 
-def _groups(model: nn.Module) -> list[list[nn.Parameter]]:
-    # The fp32 weights of each block, then of each other module: the gradients of a group are cast
-    # together, and DDP can send them while earlier blocks still compute.
+def _groups(model: nn.Module) -> list[tuple[nn.Module | None, tuple[nn.Parameter, ...]]]:
+    # The fp32 weights of each block and of the head, with this module; and of each other module,
+    # without it. The gradients of a group are cast together.
     try:
-        blocks = find_blocks(model)
+        owners = find_blocks(model)
     except UserError:  # a model without blocks
-        blocks = []
+        owners = []
+    head, embedding = (
+        getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("output", "input")
+    )
+    own = set() if embedding is None else {*embedding.parameters()}
+    if head is not None and own.isdisjoint(head.parameters()):
+        owners = [*owners, head]
     seen: set[nn.Parameter] = set()
-    groups = []
-    for parameters in [
-        *(block.parameters() for block in blocks),
-        *(module.parameters(recurse=False) for module in model.modules()),
+    groups: list[tuple[nn.Module | None, tuple[nn.Parameter, ...]]] = []
+    for owner, parameters in [
+        *((module, module.parameters()) for module in owners),
+        *((None, module.parameters(recurse=False)) for module in model.modules()),
     ]:
-        group = [p for p in parameters if p.dtype == torch.float32 and p not in seen]
+        group = tuple(p for p in parameters if p.dtype == torch.float32 and p not in seen)
         seen.update(group)
         if group:
-            groups.append(group)
+            groups.append((owner, group))
     return groups
 
 
-class _Copy(torch.autograd.Function):
-    # Casts of many weights, and of many gradients, in one kernel each.
+class _Link(torch.autograd.Function):
+    # From fp32 weights to their copies; the gradients of the copies are cast in one kernel.
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # a weight that is not used has no gradient
-        return _cast(weights, dtype)
+        return tuple(copy.detach() for copy in tensors[count:])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        wanted = zip(gradients, ctx.needs_input_grad[1:], strict=True)
+        count = len(gradients)
+        wanted = zip(gradients, ctx.needs_input_grad[1 : 1 + count], strict=True)
         given = [gradient if needed else None for gradient, needed in wanted]
         cast = iter(_cast(tuple(x for x in given if x is not None), torch.float32))
-        return None, *(None if gradient is None else next(cast) for gradient in given)
+        own = (None if gradient is None else next(cast) for gradient in given)
+        return None, *own, *[None] * count
 
 
-def _cast(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _cast(tensors: tuple[Tensor, ...], dtype: torch.dtype | None) -> tuple[Tensor, ...]:
     made = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
     if made:
         torch._foreach_copy_(made, tensors)

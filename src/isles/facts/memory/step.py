@@ -408,8 +408,13 @@ class _Stage:
         if holding.gathers == "copies":
             copies = self._trained * setting.compute_width
             # The gradients of a group of weights are cast to fp32 together.
-            block = self._block_trained * (setting.compute_width + FP32)
-            return _Gathered(copies, copies + block, copies + block)
+            cast = setting.compute_width + FP32
+            block, end = self._block_trained * cast, 0.0
+            if self._has_embedding and self._ends_trained:
+                end = count.embedding.params * cast
+            # The gradient of a tied head waits for the embedding's, to be cast with it.
+            tied = end * setting.compute_width / cast if count.model.is_tied else 0.0
+            return _Gathered(copies, copies + block + tied, copies + max(block + tied, end))
         width = setting.compute_width if holding.casts_whole else setting.trained_width
         cut = holding.tensor if holding.cuts_ends else 1
         embedding = count.embedding.params / cut if self._has_embedding else 0.0
