@@ -42,7 +42,7 @@ class MixedPrecision:
         disable: Any = torch.compiler.disable  # torch leaves it untyped
         self._members = {owner: group for owner, group in self._groups if owner is not None}
         for owner in self._members:
-            owner.register_forward_pre_hook(disable(self._link_now))
+            owner.register_forward_pre_hook(disable(self._link))
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
@@ -56,7 +56,7 @@ class MixedPrecision:
                 with torch.no_grad():
                     copies = _cast(group, self._dtype)
                 if owner is None:
-                    copies = _Link.apply(len(group), *group, *copies)  # type: ignore[no-untyped-call]
+                    copies = _CopyOf.apply(len(group), *group, *copies)  # type: ignore[no-untyped-call]
                 else:
                     self._waiting[owner] = copies
                 self._put(group, copies)
@@ -66,12 +66,12 @@ class MixedPrecision:
             for _, group in self._groups:
                 self._put(group, group)
 
-    def _link_now(self, owner: nn.Module, _inputs: Any) -> None:
+    def _link(self, owner: nn.Module, _inputs: Any) -> None:
         # Autograd goes backward in the order in which nodes were made. Linked at the start, all
         # 16-bit gradients would be kept to the end of the backward pass, and sent only then.
         if torch.is_grad_enabled() and (copies := self._waiting.pop(owner, None)) is not None:
             group = self._members[owner]
-            self._put(group, _Link.apply(len(group), *group, *copies))  # type: ignore[no-untyped-call]
+            self._put(group, _CopyOf.apply(len(group), *group, *copies))  # type: ignore[no-untyped-call]
 
     def forward(self) -> torch.autocast:
         """The context of a forward pass alone, within `micro_batch`."""
@@ -110,7 +110,7 @@ def _groups(model: nn.Module) -> list[tuple[nn.Module | None, tuple[nn.Parameter
     return groups
 
 
-class _Link(torch.autograd.Function):
+class _CopyOf(torch.autograd.Function):
     # From fp32 weights to their copies; the gradients of the copies are cast in one kernel.
 
     @staticmethod
