@@ -16,12 +16,13 @@ from torch.overrides import TorchFunctionMode
 
 from isles.config.layout import make_layout
 from isles.config.sections.strategy import DDPStrategyConfig
-from isles.dist.batch import IGNORE_INDEX, Batch, block_mask, cu_seqlens
-from isles.dist.mesh import make_mesh
+from isles.dist.batch import IGNORE_INDEX, Batch, block_mask, cu_seqlens, longest_document
+from isles.dist.mesh import Mesh, make_mesh
 from isles.dist.world import World, join_world
 from isles.models.recompute import set_gradient_checkpointing
 from isles.run.env import RankEnv
 from isles.strategies.fused_loss import loss_of_logits
+from isles.strategies.objective import CausalLM
 from isles.strategies.sequence import localize, use_context_parallel_attention
 from isles.train.strategy import resolve_mesh
 from tests.ranks import run_ranks
@@ -37,14 +38,23 @@ def _batch(length: int, *, is_packed: bool) -> Batch:
     targets[torch.rand((B, length), generator=generator) < 0.3] = IGNORE_INDEX
     positions = None
     if is_packed:
-        ends = [0, 3, length // 2, length - 2]
-        starts = torch.tensor([max(e for e in ends if e <= t) for t in range(length)])
-        positions = (torch.arange(length) - starts).repeat(B, 1)
+        # The second row has a document that begins and ends within a piece, and a longer one.
+        begins = [[0, 3, length // 2, length - 2], [0, 1, 2, length // 4]]
+        rows = [[t - max(e for e in row if e <= t) for t in range(length)] for row in begins]
+        positions = torch.tensor(rows)
     ends = None if positions is None else cu_seqlens(positions)
-    return Batch(tokens, targets, (0, 1), position_ids_BT=positions, cu_seqlens_N=ends)
+    longest = None if ends is None else longest_document(ends, length)
+    return Batch(
+        tokens,
+        targets,
+        (0, 1),
+        position_ids_BT=positions,
+        cu_seqlens_N=ends,
+        longest_document=longest,
+    )
 
 
-CASES = [(length, packed) for length in (12, 24, 6, 3) for packed in (False, True)]
+CASES = [(n, how) for n in (12, 24, 6, 3) for how in ("joined", "by mask", "by document")]
 """Lengths for three ranks: pieces of two tokens, of four, of one, and of none and one. With four,
 blocks are checkpointed selectively, in a dispatch mode."""
 
@@ -53,15 +63,17 @@ def _gradients(env: RankEnv, method: str) -> list[tuple[float, float]]:
     world = join_world(env, device="cpu", timeout_s=60)
     mesh = resolve_mesh(DDPStrategyConfig(cp_size=env.world_size, cp_method=method), world)
     found = []
-    for length, is_packed in CASES:
-        batch = _batch(length, is_packed=is_packed)
+    for length, how in CASES:
+        batch = _batch(length, is_packed=how != "joined")
         heads = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
         model, twin = small_model(**heads), small_model(**heads)
-        use_context_parallel_attention(model, mesh)
+        device = torch.device("cpu") if how == "by document" else None
+        use_context_parallel_attention(model, mesh, device=device)
         if length == 24:
             set_gradient_checkpointing(model, "selective")
         part = localize(batch, mesh, model)
-        loss = loss_of_logits(model(**part.inputs, use_cache=False).logits, part.targets_BT)
+        assert ("attention_mask" in part.inputs) == (how == "by mask")
+        loss = CausalLM(model).loss_sum(model, part)
         loss.backward()
         whole = {"input_ids": batch.input_ids_BT}
         if batch.position_ids_BT is not None:
@@ -140,10 +152,14 @@ def test_ranks_that_share_a_sequence_work_alike_and_send_little(monkeypatch):
     assert sum(products) == layers * length * (length + 1) // 2
 
 
-def _counted(world: World, patch: pytest.MonkeyPatch, length: int, layers: int) -> int:
+def _mesh(world: World, *, deals_ends: bool = True) -> Mesh:
     ranks = world.world_size
     layout = make_layout(DDPStrategyConfig(cp_size=ranks), ranks, local_world_size=ranks)
-    mesh = make_mesh(layout, world, is_sharded=False, deals_ends=True)
+    return make_mesh(layout, world, is_sharded=False, deals_ends=deals_ends)
+
+
+def _counted(world: World, patch: pytest.MonkeyPatch, length: int, layers: int) -> int:
+    mesh = _mesh(world)
     model = small_model(num_hidden_layers=layers)
     use_context_parallel_attention(model, mesh)
     part = localize(_batch(length, is_packed=False), mesh, model)
@@ -157,3 +173,28 @@ def _counted(world: World, patch: pytest.MonkeyPatch, length: int, layers: int) 
     assert forward.calls == [("all_gather_into_tensor", keys_and_values)] * layers
     assert backward.calls == [("reduce_scatter_tensor", keys_and_values)] * layers
     return attention.products
+
+
+@pytest.mark.parametrize("deals_ends", [True, False])
+def test_ranks_that_share_a_sequence_get_boundaries_that_a_kernel_accepts(deals_ends):
+    """And no mask, whose numbers grow with the square of the sequence."""
+    ranks, length = 4, 64
+    batch = _batch(length, is_packed=True)
+    longest = int(batch.cu_seqlens_N.diff().max())  # type: ignore[union-attr]
+    for rank in range(ranks):
+        with fake_ranks(ranks, rank) as world:
+            mesh, model = _mesh(world, deals_ends=deals_ends), small_model()
+            use_context_parallel_attention(model, mesh, device=torch.device("cpu"))
+            inputs = localize(batch, mesh, model).inputs
+            use_context_parallel_attention(model, mesh)
+            mask = localize(batch, mesh, model).inputs["attention_mask"]
+        assert mask.numel() == B * length * (length // ranks if deals_ends else length)
+        assert sum(x.numel() for x in inputs.values() if isinstance(x, Tensor) and x.ndim > 2) == 0
+        tokens = length // ranks // 2 if deals_ends else length
+        for name, own, most in (("q", tokens, min(longest, tokens)), ("k", length, longest)):
+            starts = inputs[f"cu_seq_lens_{name}"].view(2 if deals_ends else 1, -1)
+            assert starts.dtype == torch.int32
+            assert (starts[:, 0] == 0).all() and (starts[:, -1] == B * own).all()
+            lengths = starts.diff()
+            assert lengths.min() >= 0 and lengths.max() <= inputs[f"max_length_{name}"]
+            assert inputs[f"max_length_{name}"] < 2 * most

@@ -5,18 +5,15 @@ B: rows. T: tokens of a row. N: tokens of all rows. H: heads. D: head dimension.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import inspect
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from isles.dist.batch import MASKED, VARLEN, attends_plainly, block_mask, passes_windows
+from isles.dist.batch import MASKED, VARLEN, attends_plainly, passes_windows
+from isles.dist.documents import Documents, attend_by_document, attends_by_document
 from isles.errors import MissingDependencyError, UserError
-from isles.facts.models import DEAF
 
 
 def use_maskless_attention(
@@ -47,9 +44,7 @@ def use_maskless_attention(
         return False
     from transformers import AttentionInterface
 
-    on_cpu = device is not None and device.type == "cpu"
-    by_document = not is_compiled if on_cpu else _has_kernel(config, device, dtype)
-    by_document = by_document and config.model_type not in DEAF
+    by_document = attends_by_document(config, device, dtype, is_compiled=is_compiled)
     if not (passes_windows(config) if by_document else attends_plainly(config)):
         return False
     name = VARLEN if by_document else MASKED
@@ -82,31 +77,6 @@ def check_attention(name: str, device: torch.device) -> None:
         )
 
 
-def _has_kernel(config: Any, device: torch.device | None, dtype: torch.dtype | None) -> bool:
-    # Whether torch's kernel for documents of different lengths can compute the model's attention.
-    # The kernel does not support dropout, or values and keys of different sizes.
-    if device is None or device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
-        return False
-    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
-        return False
-    text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None)
-    size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
-    if getattr(text, "v_head_dim", None):
-        return False
-    dropouts = [getattr(text, name, 0.0) or 0.0 for name in ("attention_dropout", "attn_pdrop")]
-    return 0 < size <= 256 and size % 8 == 0 and not any(dropouts)
-
-
-@functools.cache
-def _shares_heads() -> bool:
-    # Whether the kernel takes fewer key heads than query heads, as from torch 2.13 on. Repeated,
-    # keys and values take 4 to 8 times the memory and traffic, in the backward pass too.
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
 def _attend(
     module: Any,
     query_BHTD: Tensor,
@@ -115,15 +85,13 @@ def _attend(
     attention_mask: Tensor | None,
     *,
     cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
-    max_length_k: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     # Attention as transformers calls it. Returns [B, T, H, D].
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    rows, heads, length, _ = query_BHTD.shape
+    rows, _, length, _ = query_BHTD.shape
     window: int | None = options.get("sliding_window")
     if window is not None and length <= window:
         window = None
@@ -136,7 +104,6 @@ def _attend(
             module, query_BHTD, key_BHTD, value_BHTD, attention_mask, **options
         )
         return done
-    del cu_seq_lens_k, max_length_k  # queries and keys belong to the same documents
     names = ("softcap", "s_aux", "position_bias")
     biases = [name for name in names if options.get(name) is not None]
     if biases:
@@ -146,66 +113,14 @@ def _attend(
             where="data.isolate_documents",
             fix="use model.attn_implementation: eager, or data.packing: false",
         )
-    shared, kind = heads // key_BHTD.shape[1], query_BHTD.device.type
-    if shared > 1 and not (kind != "cpu" and _shares_heads()):
-        key_BHTD, value_BHTD = (x.repeat_interleave(shared, 1) for x in (key_BHTD, value_BHTD))
-    query_NHD, key_NHD, value_NHD = (
-        x.transpose(1, 2).flatten(0, 1) for x in (query_BHTD, key_BHTD, value_BHTD)
+    out_BTHD = attend_by_document(
+        query_BHTD,
+        key_BHTD,
+        value_BHTD,
+        # Queries and keys belong to the same documents.
+        Documents(cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q),
+        window=window,
+        scale=options.get("scaling"),
+        dropout_p=options.get("dropout", 0.0),
     )
-    scale = options.get("scaling")
-    if kind == "cpu":
-        out_NHD = _one_by_one(
-            query_NHD,
-            key_NHD,
-            value_NHD,
-            # Reading the lengths on a CPU does not wait.
-            cu_seq_lens_q.diff().tolist(),
-            window,
-            dropout_p=options.get("dropout", 0.0),
-            scale=scale,
-        )
-    else:
-        from torch.nn.attention.varlen import varlen_attn
-
-        if torch.is_autocast_enabled(kind):
-            # Autocast does not cover this kernel, and rotary embeddings give fp32 queries.
-            dtype = torch.get_autocast_dtype(kind)
-            query_NHD, key_NHD, value_NHD = (x.to(dtype) for x in (query_NHD, key_NHD, value_NHD))
-        grouped: dict[str, Any] = {"enable_gqa": shared > 1} if _shares_heads() else {}
-        found = varlen_attn(
-            query_NHD,
-            key_NHD,
-            value_NHD,
-            cu_seq_lens_q,
-            cu_seq_lens_q,
-            max_length_q,
-            max_length_q,
-            scale=scale,
-            window_size=(-1 if window is None else window - 1, 0),  # causal
-            **grouped,
-        )
-        assert isinstance(found, Tensor)
-        out_NHD = found
-    return out_NHD.view(rows, length, heads, -1), None
-
-
-def _one_by_one(
-    query_NHD: Tensor,
-    key_NHD: Tensor,
-    value_NHD: Tensor,
-    lengths: list[int],
-    window: int | None,
-    **options: Any,
-) -> Tensor:
-    # Attention of one document after another.
-    outputs = []
-    whole = (x.transpose(0, 1)[None] for x in (query_NHD, key_NHD, value_NHD))
-    split = [torch.split(x, lengths, 2) for x in whole]
-    for q, k, v in zip(*split, strict=True):
-        length, mask = q.shape[2], None
-        if window is not None and length > window:
-            mask = block_mask(torch.arange(length)[None], window)
-        outputs.append(
-            F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, **options)
-        )
-    return torch.cat(outputs, 2)[0].transpose(0, 1).contiguous()
+    return out_BTHD, None

@@ -6,6 +6,7 @@ ulysses attends. D: head dimension. R: ranks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,13 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
 from isles.dist.batch import Batch, block_mask, isolation_inputs
+from isles.dist.documents import Documents, attend_by_document, attends_by_document
 from isles.dist.mesh import Mesh
 
 _NAME = "isles_context_parallel"
+
+_BY_DOCUMENT = "isles_context_parallel_varlen"
+"""The same, document by document if it gets document boundaries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +67,8 @@ def whole(batch: Batch, model: Any | None) -> MicroBatchPart:
 def localize(batch: Batch, mesh: Mesh, model: Any | None) -> MicroBatchPart:
     """This rank's part of the sequences of a micro-batch.
 
-    If documents are kept apart and sequences are sharded, the mask covers the keys of the whole
-    sequences, because each rank attends to the keys of all ranks.
+    If documents are kept apart and sequences are sharded, boundaries or mask cover the keys of the
+    whole sequences, because each rank attends to the keys of all ranks.
 
     Args:
         batch: the micro-batch, with whole sequences.
@@ -75,9 +80,9 @@ def localize(batch: Batch, mesh: Mesh, model: Any | None) -> MicroBatchPart:
         return whole(batch, model)
     rows, length = batch.input_ids_BT.shape
     places_T = torch.arange(length, device=batch.input_ids_BT.device)
-    if mesh.deals_ends:
-        ends = _Pieces(length // size, size, mesh.place.cp).own
-        places_t = torch.cat([places_T[piece] for piece in ends])
+    pieces = _Pieces(length // size, size, mesh.place.cp).own if mesh.deals_ends else None
+    if pieces is not None:
+        places_t = torch.cat([places_T[piece] for piece in pieces])
     else:
         places_t = places_T.chunk(size)[mesh.place.cp]
     inputs: dict[str, Any] = {"input_ids": batch.input_ids_BT[:, places_t]}
@@ -85,10 +90,47 @@ def localize(batch: Batch, mesh: Mesh, model: Any | None) -> MicroBatchPart:
         inputs["position_ids"] = places_t.expand(rows, -1)
     else:
         inputs["position_ids"] = batch.position_ids_BT[:, places_t]
+        assert model is not None, "config/rules/data.py keeps pipelines away"
+        by_document = model.config._attn_implementation == _BY_DOCUMENT
         # After ulysses has exchanged tokens for heads, each rank has the queries of all tokens.
-        queries_t = places_t if mesh.deals_ends else None
-        inputs["attention_mask"] = block_mask(batch.position_ids_BT, queries_t=queries_t)
+        if by_document and batch.cu_seqlens_N is not None:
+            inputs |= _boundaries(batch.cu_seqlens_N, batch.longest_document, rows, length, pieces)
+        else:
+            queries_t = None if pieces is None else places_t
+            inputs["attention_mask"] = block_mask(batch.position_ids_BT, queries_t=queries_t)
     return MicroBatchPart(inputs, batch.targets_BT[:, places_t], None, batch.reference_B)
+
+
+def _boundaries(
+    starts_N: Tensor,
+    longest: int | None,
+    rows: int,
+    length: int,
+    pieces: tuple[slice, slice] | None,
+) -> dict[str, Any]:
+    # Boundaries of documents under the names that transformers passes to attention: for whole
+    # sequences, or for this rank's two pieces, one after the other.
+    starts_of_queries, starts_of_keys, tokens = starts_N, starts_N, length
+    if pieces is not None:
+        tokens = max(piece.stop - piece.start for piece in pieces)
+        row_starts_B = length * torch.arange(rows, dtype=torch.int32, device=starts_N.device)
+        of_queries, of_keys = [], []
+        for piece in pieces:
+            # Each row is also divided at the piece's end, so that the last query of a document is
+            # aligned with the last key before it. Keys after the piece have no query.
+            keys = torch.cat([starts_N, row_starts_B + piece.stop]).sort().values
+            row, place = keys // length, keys % length
+            before = place.clamp(piece.start, piece.stop) - piece.start
+            of_queries.append(row * (piece.stop - piece.start) + before)
+            of_keys.append(keys)
+        starts_of_queries, starts_of_keys = torch.cat(of_queries), torch.cat(of_keys)
+    longest = longest or length
+    return {
+        "cu_seq_lens_q": starts_of_queries,
+        "cu_seq_lens_k": starts_of_keys,
+        "max_length_q": min(longest, tokens),
+        "max_length_k": longest,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,23 +169,30 @@ class _Pieces:
         """Tokens of all ranks in the order of the sequence.
 
         Args:
-            of_ranks: [R, ..., t, D].
+            of_ranks: [R, ..., t, H, D].
 
         Returns:
-            [..., T, D].
+            [..., T, H, D].
         """
-        firsts, seconds = torch.split(of_ranks, [self.first, self.tokens - self.first], -2)
-        return torch.cat([*firsts.unbind(), *seconds.unbind()[::-1]], -2)
+        firsts, seconds = torch.split(of_ranks, [self.first, self.tokens - self.first], -3)
+        return torch.cat([*firsts.unbind(), *seconds.unbind()[::-1]], -3)
 
     def split(self, sequence: Tensor) -> Tensor:
         """The inverse of `join`, as contiguous memory."""
         sizes = [self.first] * self.ranks + [self.tokens - self.first] * self.ranks
-        pieces = torch.split(sequence, sizes, -2)
+        pieces = torch.split(sequence, sizes, -3)
         firsts, seconds = pieces[: self.ranks], pieces[: self.ranks - 1 : -1]
-        return torch.stack([torch.cat(both, -2) for both in zip(firsts, seconds, strict=True)])
+        return torch.stack([torch.cat(both, -3) for both in zip(firsts, seconds, strict=True)])
 
 
-def use_context_parallel_attention(model: Any, mesh: Mesh) -> None:
+def use_context_parallel_attention(
+    model: Any,
+    mesh: Mesh,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    is_compiled: bool = False,
+) -> None:
     """Switch a model to attention over the whole sequence: by all keys and values on each rank if
     the mesh deals both ends of a sequence to each rank, else by heads (ulysses).
 
@@ -151,6 +200,7 @@ def use_context_parallel_attention(model: Any, mesh: Mesh) -> None:
         model: a Hugging Face model with causal attention over the whole sequence, which accepts
             position_ids.
         mesh: the grid.
+        device, dtype, is_compiled: as for `use_maskless_attention` (models/attention.py).
 
     Source: keys and values to all as in Llama 3 (arXiv:2407.21783, section 3.3.2); heads for
     tokens: Jacobs et al. 2023 (arXiv:2309.14509).
@@ -163,8 +213,10 @@ def use_context_parallel_attention(model: Any, mesh: Mesh) -> None:
     assert group is not None
     size = mesh.layout.cp
     attend = _AllGather(group, size, mesh.place.cp) if mesh.deals_ends else _Ulysses(group, size)
-    AttentionInterface.register(_NAME, attend)
-    model.set_attn_implementation(_NAME)
+    by_document = attends_by_document(model.config, device, dtype, is_compiled=is_compiled)
+    name = _BY_DOCUMENT if by_document else _NAME
+    AttentionInterface.register(name, attend)
+    model.set_attn_implementation(name)
 
 
 class _AllGather:
@@ -183,17 +235,29 @@ class _AllGather:
         attention_mask: Tensor | None,
         scaling: float | None = None,
         dropout: float = 0.0,
-        **_: Any,
+        **options: Any,
     ) -> tuple[Tensor, None]:
         query_BHtD, key_BHtD, value_BHtD = _autocast(query_BHtD, key_BHtD, value_BHtD)
         pieces = _Pieces(query_BHtD.shape[2], self._size, self._place)
-        both_2BHtD = torch.stack([key_BHtD, value_BHtD])
-        key_BHTD, value_BHTD = _gather_tokens(both_2BHtD, self._group, pieces)
+        # Tokens before heads, so that the rows of documents are flattened without a copy.
+        both_2BtHD = torch.stack([key_BHtD.transpose(1, 2), value_BHtD.transpose(1, 2)])
+        both_2BTHD = _gather_tokens(both_2BtHD, self._group, pieces)
+        key_BHTD, value_BHTD = both_2BTHD.transpose(2, 3)
+        given: dict[str, Any] = {
+            "scale": scaling,
+            "dropout_p": dropout if module.training else 0.0,
+        }
         outputs, start = [], 0
-        for place in pieces.own:
+        for index, place in enumerate(pieces.own):
             tokens, seen = place.stop - place.start, place.stop
             here = slice(start, start := start + tokens)
             if not tokens:
+                continue
+            documents = _documents(options, index)
+            if documents is not None:
+                query_BHqD = query_BHtD[:, :, here]
+                out = attend_by_document(query_BHqD, key_BHTD, value_BHTD, documents, **given)
+                outputs.append(out)
                 continue
             if attention_mask is not None:
                 mask = attention_mask[:, :, here, :seen]
@@ -205,9 +269,8 @@ class _AllGather:
                 key_BHTD[:, :, :seen],
                 value_BHTD[:, :, :seen],
                 attn_mask=mask,
-                dropout_p=dropout if module.training else 0.0,
-                scale=scaling,
                 enable_gqa=query_BHtD.shape[1] != key_BHtD.shape[1],
+                **given,
             )
             outputs.append(out.transpose(1, 2))
         return torch.cat(outputs, 1), None
@@ -229,24 +292,42 @@ class _Ulysses:
         attention_mask: Tensor | None,
         scaling: float | None = None,
         dropout: float = 0.0,
-        **_: Any,
+        **options: Any,
     ) -> tuple[Tensor, None]:
         query_BhTD, key_BhTD, value_BhTD = (
             _exchange(x, self._group, split=1, join=2)
             for x in _autocast(query_BHtD, key_BHtD, value_BHtD)
         )
-        out_BhTD = F.scaled_dot_product_attention(
-            query_BhTD,
-            key_BhTD,
-            value_BhTD,
-            attn_mask=attention_mask,
-            is_causal=attention_mask is None,
-            dropout_p=dropout if module.training else 0.0,
-            scale=scaling,
-            enable_gqa=query_BhTD.shape[1] != key_BhTD.shape[1],
-        )
+        given: dict[str, Any] = {
+            "scale": scaling,
+            "dropout_p": dropout if module.training else 0.0,
+        }
+        documents = _documents(options)
+        if documents is not None:
+            out_BThD = attend_by_document(query_BhTD, key_BhTD, value_BhTD, documents, **given)
+            out_BhTD = out_BThD.transpose(1, 2)
+        else:
+            out_BhTD = F.scaled_dot_product_attention(
+                query_BhTD,
+                key_BhTD,
+                value_BhTD,
+                attn_mask=attention_mask,
+                is_causal=attention_mask is None,
+                enable_gqa=query_BhTD.shape[1] != key_BhTD.shape[1],
+                **given,
+            )
         out_BHtD = _exchange(out_BhTD, self._group, split=2, join=1)
         return out_BHtD.transpose(1, 2).contiguous(), None
+
+
+def _documents(options: Mapping[str, Any], piece: int | None = None) -> Documents | None:
+    # The boundaries of `_boundaries`, if attention got any: of whole sequences, or of one piece.
+    if options.get("cu_seq_lens_q") is None:
+        return None
+    queries, keys = options["cu_seq_lens_q"], options["cu_seq_lens_k"]
+    if piece is not None:
+        queries, keys = queries.view(2, -1)[piece], keys.view(2, -1)[piece]
+    return Documents(queries, keys, options["max_length_q"], options["max_length_k"])
 
 
 def _causal(tokens: int, seen: int) -> Tensor:

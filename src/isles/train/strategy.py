@@ -367,17 +367,17 @@ def use_attention(
     model: nn.Module, mesh: Mesh, device: torch.device, training: TrainingConfig
 ) -> None:
     """Set the attention of a training run: without masks, or over ranks that share a sequence."""
+    given: dict[str, Any] = {
+        "device": device,
+        "dtype": COMPUTE_DTYPE.get(training.precision),
+        "is_compiled": training.torch_compile is True,
+    }
     if mesh.layout.cp == 1:
-        use_maskless_attention(
-            model,
-            device=device,
-            dtype=COMPUTE_DTYPE.get(training.precision),
-            is_compiled=training.torch_compile is True,
-        )
+        use_maskless_attention(model, **given)
         return
     from isles.strategies.sequence import use_context_parallel_attention
 
-    use_context_parallel_attention(model, mesh)
+    use_context_parallel_attention(model, mesh, **given)
 
 
 def _cut_matrices(model: nn.Module, mesh: Mesh) -> nn.Module:
