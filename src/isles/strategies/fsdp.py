@@ -115,6 +115,10 @@ def shard_model(
         # weights after the forward pass would gather them again, before anything could hide it.
         fully_shard(end, **options, reshard_after_forward=reshards and end is not head)
     # Backward begins with the root, so a release after forward would only gather it again.
+    # The root keeps the last norm. Grouped with the head, as in torchtitan, the norm would need no
+    # messages of its own. But from the second micro-batch on, FSDP2 ends a backward pass with the
+    # prefetch of the last unit of the forward pass before: the root, which is still gathered, or
+    # for a root without weights the head, for nothing (one gathering more in each step, counted).
     fully_shard(model, **options, reshard_after_forward=False)
     _prefetch(blocks, config)
     return [module for module in model.modules() if isinstance(module, FSDPModule)][::-1]
