@@ -181,7 +181,7 @@ def test_the_choice_and_its_reason(size, ranks, per_node, gib, link, chosen, why
     more = ("data.seq_length=2048", "training.gradient_checkpointing=full")
     config = load(tmp_path, GOOD, *more).config
     links = Links(per_node, ranks // per_node, link if ranks == per_node else 300e9, link)
-    chip = Chip.of(named_gpu("h100"), is_narrow=True)
+    chip = Chip.of(named_gpu("h100"), "16-bit")
     machine = Resources(ranks, per_node, gib * 2**30, links, chip)
     strategy, reason = choose_strategy(Architecture.of(SHAPES[size]), config, machine)
     assert describe(strategy).split()[-1] == chosen

@@ -1,16 +1,21 @@
-"""bf16 on GPUs that only emulate it is refused before the start, on every rank alike."""
+"""Precisions by GPU: emulated bf16 is refused before the start, and TF32 is used only if set."""
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from isles.config.sections.training import TrainingConfig
 from isles.errors import UserError
+from isles.train.products import fp32_products, keep_angles_exact, products_note
 from isles.train.strategy import check_precision
 from tests.each import each
+from tests.small_models import small_model
 
 
 def world_of(ranks: list[tuple[str, tuple[int, int]]], own: int, monkeypatch: Any) -> Any:
@@ -54,3 +59,58 @@ def _quiet_world(capability: tuple[int, int], monkeypatch: Any) -> Any:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     device = torch.device("cuda", 0)
     return SimpleNamespace(rank=0, host="a", device=device, device_name="GPU", gather=lambda x: [x])
+
+
+def config_of(precision: str = "32-true", *, tf32: bool = True) -> TrainingConfig:
+    return TrainingConfig(max_steps=1, precision=precision, tf32=tf32)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_tf32_is_set_for_a_run_and_put_back(fails):
+    assert torch.get_float32_matmul_precision() == "highest"
+    for tf32, device, during in ((True, "cuda", "high"), (False, "cuda", "highest")):
+        error = pytest.raises(ZeroDivisionError) if fails else nullcontext()
+        with error, fp32_products(config_of(tf32=tf32), device):
+            assert torch.get_float32_matmul_precision() == during
+            assert 1 / (not fails)
+        assert torch.get_float32_matmul_precision() == "highest"
+    with fp32_products(config_of(), "cpu"):
+        assert torch.get_float32_matmul_precision() == "highest", "a CPU has no TF32"
+
+
+def test_positions_are_not_rounded_to_tf32():
+    """TF32 has no odd number above 2,048."""
+    model = small_model(num_hidden_layers=1)
+    keep_angles_exact(model)
+    seen: dict[str, str] = {}
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(
+            lambda *_, name=name: seen.update({name: torch.get_float32_matmul_precision()})
+        )
+    with fp32_products(config_of(), "cuda"):
+        model(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
+        assert torch.get_float32_matmul_precision() == "high", "again, after the angles"
+    exact = {name for name, precision in seen.items() if precision == "highest"}
+    assert exact == {"model.rotary_emb"} and len(seen) > 10
+
+
+NOTES = [
+    ("NVIDIA A100-SXM4-80GB", (8, 0), "32-true", False, "8.0 times.*16.0 times"),
+    ("NVIDIA GeForce RTX 4090", (8, 9), "32-true", False, "; training.precision.*2.0 times"),
+    ("NVIDIA X9000", (8, 9), "32-true", False, "tf32: true and .* may be several times faster"),
+    ("NVIDIA A100-SXM4-80GB", (8, 0), "32-true", True, "^$"),
+    ("NVIDIA A100-SXM4-80GB", (8, 0), "bf16-mixed", False, "^$"),
+    ("Tesla T4", (7, 5), "32-true", False, "^$"),
+    ("Tesla T4", (7, 5), "32-true", True, "has no effect on Tesla T4"),
+    ("CPU", None, "32-true", False, "^$"),
+    ("CPU", None, "32-true", True, "has no effect on CPU"),
+]
+
+
+def test_a_run_in_fp32_says_what_is_faster_on_its_gpu(monkeypatch):
+    for name, capability, precision, tf32, wanted in NOTES:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        device = torch.device("cuda", 0) if capability else torch.device("cpu")
+        world: Any = SimpleNamespace(device=device, device_name=name)
+        note = products_note(config_of(precision, tf32=tf32), world)
+        assert re.search(wanted, note), (name, precision, tf32, note)

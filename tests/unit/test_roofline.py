@@ -122,9 +122,19 @@ def test_settings_cost_what_they_do():
     assert 0.6 < lora / whole < 0.8 and lora < qlora < whole
 
 
+def test_fp32_products_are_faster_in_tf32_by_the_gpu():
+    for name, gain in (("a100", 8.0), ("4090", 1.0), ("t4", 1.0), ("mi300x", 1.0)):
+        exact, rounded = (Chip.of(named_gpu(name), products) for products in ("fp32", "tf32"))
+        assert rounded.flops == pytest.approx(gain * exact.flops), name
+    exact, rounded = (
+        seconds("training.precision=32-true", f"training.tf32={v}") for v in ("false", "true")
+    )
+    assert 2 < exact / rounded < 8
+
+
 def test_a_small_micro_batch_is_bound_by_launches_and_a_large_one_by_its_tokens():
     few = work_of_rows(1, 64)
-    chip = Chip.of(named_gpu("h100"), is_narrow=True)
+    chip = Chip.of(named_gpu("h100"), "16-bit")
     assert few.seconds(chip) == few.launches * LAUNCH_S
     per_token = [work_of_rows(rows, 1024).seconds(chip) / rows for rows in (4, 16)]
     assert per_token[0] == pytest.approx(per_token[1], rel=0.1)

@@ -40,8 +40,8 @@ _SHARED: dict[str, tuple[str, ...]] = {
         *("global_batch_size", "learning_rate", "lr_scheduler_type", "warmup_steps"),
         *("decay_steps", "min_lr_ratio", "optimizer", "adam_beta1", "adam_beta2"),
         *("adam_epsilon", "momentum", "weight_decay", "max_grad_norm", "precision"),
-        *("stochastic_rounding", "gradient_checkpointing", "torch_compile", "logging_steps"),
-        *("eval_steps", "eval_samples"),
+        *("tf32", "stochastic_rounding", "gradient_checkpointing", "torch_compile"),
+        *("logging_steps", "eval_steps", "eval_samples"),
     ),
     "outer": (
         *("kind", "sync_every", "max_sync_overhead", "lr", "momentum", "warmup_rounds"),

@@ -68,7 +68,7 @@ _MAY_DIFFER = (
     re.compile(r"data\.sources\.\d+\.path"),  # isles compares the content when a cluster joins
     re.compile(r"(model|tokenizer)\.name_or_path"),
     re.compile(r"tokenizer\.chat_template"),
-    re.compile(r"training\.(precision|stochastic_rounding|global_batch_size)"),
+    re.compile(r"training\.(precision|tf32|stochastic_rounding|global_batch_size)"),
     re.compile(r"strategy\..*"),
 )
 _MUST_TOO = (

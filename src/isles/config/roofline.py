@@ -19,7 +19,7 @@ from isles.config.sections.strategy import (
     DeepSpeedStrategyConfig,
     FSDPStrategyConfig,
 )
-from isles.facts.gpus import Gpu
+from isles.facts.gpus import Gpu, Products
 from isles.facts.memory.architecture import Architecture
 from isles.facts.memory.forward import FP32
 from isles.facts.memory.step import Count, chunk_tokens
@@ -93,11 +93,11 @@ class Chip:
     is_cuda: bool = True
 
     @classmethod
-    def of(cls, gpu: Gpu | None, *, is_narrow: bool) -> Chip:
-        """A GPU of the table, for 16 bits (`is_narrow`) or fp32."""
+    def of(cls, gpu: Gpu | None, products: Products) -> Chip:
+        """A GPU of the table."""
         if gpu is None:
             return cls()
-        return cls(gpu.bf16_flops if is_narrow else gpu.fp32_flops, gpu.bandwidth_bytes_per_s)
+        return cls(gpu.flops(products), gpu.bandwidth_bytes_per_s)
 
 
 UNKNOWN_CHIP = Chip()

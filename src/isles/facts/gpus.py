@@ -5,6 +5,13 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass
+from typing import Literal
+
+Products = Literal["16-bit", "tf32", "fp32"]
+"""The type that matrices are multiplied in."""
+
+TF32_CAPABILITY = (8, 0)
+"""The oldest NVIDIA compute capability whose tensor cores multiply fp32 matrices in TF32."""
 
 BF16_CAPABILITY = (8, 0)
 """The oldest NVIDIA compute capability whose tensor cores compute in bf16. torch emulates bf16 on
@@ -43,6 +50,17 @@ class Gpu:
     fp32_flops: float = 0.0
     nvlink_bytes_per_s: float = 0.0
     has_bf16: bool = True
+
+    def flops(self, products: Products) -> float:
+        """FLOP/s of matrix products, or 0 if unknown."""
+        match products:
+            case "16-bit":
+                return self.bf16_flops
+            case "tf32" if self.has_bf16 and not self.source.startswith(_AMD):
+                # Half of bf16 in every data sheet. torch uses no TF32 on AMD GPUs.
+                return max(self.fp32_flops, self.bf16_flops / 2)
+            case _:
+                return self.fp32_flops
 
 
 def _gpu(

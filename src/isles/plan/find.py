@@ -302,7 +302,6 @@ def _cpu(
         None if available is None else available / processes,
         "guess",
         flops,
-        flops,
         20e9 / processes,
         is_cuda=False,
     )

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Literal
 
 from isles.config.roofline import Chip, Links, inside_rate
-from isles.facts.gpus import Gpu, find_gpu
+from isles.facts.gpus import Gpu, Products, find_gpu
 
 Confidence = Literal["measured", "given", "table", "guess", "unknown"]
 """Source of a figure: this machine, the command line or run file, the GPU table, or a guess."""
@@ -38,7 +38,7 @@ class Device:
         gpu: row of the GPU table. None for a CPU, and for a GPU that is not in the table.
         memory_bytes: total memory. None: unknown.
         free_bytes: free memory now. None: unknown.
-        flops: FLOP/s in the precision of matrix products, from the table. 0: unknown.
+        flops: FLOP/s of 16-bit matrix products on a GPU, and of all products on a CPU. 0: unknown.
         bandwidth: bytes per second of its memory.
     """
 
@@ -48,13 +48,12 @@ class Device:
     free_bytes: float | None
     confidence: Confidence
     flops: float = 0.0
-    fp32_flops: float = 0.0
     bandwidth: float = 0.0
     is_cuda: bool = True
 
-    def chip(self, *, is_narrow: bool) -> Chip:
-        """Its speed in 16 bits (`is_narrow`) or fp32."""
-        flops = self.flops if is_narrow else self.fp32_flops
+    def chip(self, products: Products) -> Chip:
+        """Its speed."""
+        flops = self.flops if self.gpu is None else self.gpu.flops(products)
         return Chip(flops, self.bandwidth, self.is_cuda)
 
     @classmethod
@@ -67,7 +66,6 @@ class Device:
             None,
             "table",
             gpu.bf16_flops,
-            gpu.fp32_flops,
             gpu.bandwidth_bytes_per_s,
         )
 

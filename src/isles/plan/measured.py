@@ -132,7 +132,7 @@ def _is_same(name: str, host: str, rank: RankPlan) -> bool:
 
 _TRAINING = (
     *("precision", "optimizer", "method", "gradient_checkpointing", "torch_compile"),
-    *("stochastic_rounding", "micro_batch_size"),
+    *("tf32", "stochastic_rounding", "micro_batch_size"),
 )
 
 

@@ -243,6 +243,8 @@ def _gains(job: Job, step_s: float) -> list[tuple[str, float]]:
     is_cuda = all(device.is_cuda for device in job.machines.devices)
     if training.precision == "32-true" and is_cuda:
         changes["bf16-mixed"] = {"training.precision": "bf16-mixed"}
+        if not training.tf32:
+            changes["tf32"] = {"training.tf32": True}
     if not is_compiled(job, job.config):
         changes["torch_compile"] = {"training.torch_compile": True}
     for name, values in changes.items():
@@ -251,9 +253,8 @@ def _gains(job: Job, step_s: float) -> list[tuple[str, float]]:
             found.append((name, step_s / other))
     if training.precision != "32-true" and is_cuda:
         # Speedup of the present 16 bits over 32 bits.
-        wide = with_values(
-            job.config, {"training.precision": "32-true", "training.stochastic_rounding": False}
-        )
+        exact = {"precision": "32-true", "stochastic_rounding": False, "tf32": False}
+        wide = with_values(job.config, {f"training.{key}": value for key, value in exact.items()})
         other = _seconds(outcome(job, wide))
         if other:
             found.append((f"{training.precision} over 32-true", other / step_s))

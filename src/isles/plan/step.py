@@ -238,8 +238,7 @@ def chosen(job: Job, config: RunConfig) -> tuple[Strategy, str]:
     if None in memory:
         return DDPStrategyConfig(), "a guess, as the memory of some ranks is unknown"
     least = int(min(own for own in memory if own is not None))
-    is_narrow = config.training.precision != "32-true"
-    chip = slowest([device.chip(is_narrow=is_narrow) for device in machines.devices])
+    chip = slowest([device.chip(config.training.products) for device in machines.devices])
     resources = Resources(world, local, least, machines.links, chip)
     return choose_strategy(job.model, config, resources)
 
@@ -253,7 +252,7 @@ class _Step:
         self._hosts = [host.name for host in job.machines.hosts for _ in host.devices]
         self._memories: dict[tuple[int, int, int], StepMemory] = {}
         self._works: dict[tuple[float | None, int], Work] = {}
-        self._is_narrow = config.training.precision != "32-true"
+        self._products = config.training.products
         self._is_compiled = is_compiled(job, config)
         self._in_step = not (isinstance(strategy, DDPStrategyConfig) and layout.pp == 1)
 
@@ -303,7 +302,7 @@ class _Step:
 
     def _seconds(self, device: Device, rows: int) -> float | None:
         # Seconds of a micro-batch.
-        return self._work(device, rows).seconds(device.chip(is_narrow=self._is_narrow))
+        return self._work(device, rows).seconds(device.chip(self._products))
 
     def _memory(self, device: Device, rows: int, steps: int) -> StepMemory:
         # Without a pipeline, memory depends only on whether there are several micro-batches.
@@ -402,7 +401,7 @@ class _Step:
         count = self._count(max(micro), steps, self._devices[0])
         sent = communication(self._config, self._strategy, layout, links, count, steps)
         backward = 1.0 - self._work(self._devices[0], max(micro)).forward_share
-        chips = {device.chip(is_narrow=self._is_narrow) for device in self._devices}
+        chips = {device.chip(self._products) for device in self._devices}
         optimizer = max(optimizer_seconds(count, chip, layout) for chip in chips)
         bubble = slowest / steps * (layout.pp - 1)
         return StepTime(

@@ -46,6 +46,7 @@ from isles.train.model import (
 )
 from isles.train.optimizer.make import make_optimizers
 from isles.train.parts import Parts
+from isles.train.products import keep_angles_exact, products_note
 from isles.train.progress import Progress
 from isles.train.reach import adapter_notes
 from isles.train.record import Recorder, make_trackers
@@ -94,7 +95,7 @@ def build(
         config, run_dir, world, recorder, tokenizer, resume_from
     )
     if resume_from is None and world.is_main:
-        _note(recorder, config, engine, tokenizer, training)
+        _note(recorder, config, engine, tokenizer, training, world)
     if config.training.method == "dpo":
         # The scores need the run's first weights, so they come before any checkpoint is loaded.
         score = functools.partial(score_reference, engine, mesh, world, recorder, run_dir)
@@ -168,10 +169,17 @@ def _make_exchange(
 
 
 def _note(
-    recorder: Recorder, config: RunConfig, engine: Engine, tokenizer: Any, training: Dataset
+    recorder: Recorder,
+    config: RunConfig,
+    engine: Engine,
+    tokenizer: Any,
+    training: Dataset,
+    world: World,
 ) -> None:
     # Lines shown to the user at the start of a new run.
     lines = deepspeed_notes(config)
+    if note := products_note(config.training, world):
+        lines.append(note)
     if config.adapter.type != "none":
         lines += adapter_notes(config, engine.model, tokenizer, training)
     for line in lines:
@@ -248,6 +256,8 @@ def _make_model(
         disable_dropout(model)
     set_gradient_checkpointing(model, config.training.gradient_checkpointing)
     use_attention(model, mesh, world.device, config.training)
+    if config.training.tf32:
+        keep_angles_exact(model)
     if config.training.torch_compile is True:
         names = getattr(strategy, "transformer_layer_cls_to_wrap", ())
         compile_blocks(model, names)

@@ -120,14 +120,13 @@ def _choose(
         mine = memory().total // world.local_world_size
     names = world.gather(world.device_name)
     gpus = [find_gpu(name) for name in names]
-    is_narrow = config.training.precision != "32-true"
     local = _ranks_per_node(world)
     machine = Resources(
         world.world_size,
         local,
         min(world.gather(mine)),
         Links(local, world.world_size // local, min(map(inside_rate, gpus)), 0.0),
-        slowest([Chip.of(gpu, is_narrow=is_narrow) for gpu in gpus])
+        slowest([Chip.of(gpu, config.training.products) for gpu in gpus])
         if world.device.type == "cuda"
         else Chip(is_cuda=False),
     )

@@ -35,6 +35,7 @@ from isles.train.hang import watching
 from isles.train.host import bind_to_gpu, collecting_at_steps
 from isles.train.logs import log_of_rank
 from isles.train.loop import finish_together, train
+from isles.train.products import fp32_products
 from isles.train.record import Recorder, check_outside
 from isles.train.remote import find_checkpoint_to_load, finish_copy
 from isles.train.stop import StopBeforeTraining, StopSignals
@@ -65,7 +66,9 @@ def run_rank(
         restart = read_restart(attempt, env.restart) if env.restart and env.rank == 0 else None
         if restart is not None:
             log.warning("%s", restart.text)
-        code = int(_train(run_dir, attempt, env, signals, resume_from, world, tell))
+        resolved = load_resolved(run_dir.resolved.read_text(encoding="utf-8"))
+        with fp32_products(resolved.config.training, resolved.device):
+            code = int(_train(resolved, run_dir, attempt, env, signals, resume_from, world, tell))
         leave_world()
         return code
     except StopBeforeTraining as stop:
@@ -83,6 +86,7 @@ def run_rank(
 
 
 def _train(
+    resolved: Resolved,
     run_dir: RunDir,
     attempt: Attempt,
     env: RankEnv,
@@ -91,7 +95,6 @@ def _train(
     world: World | None,
     tell: Tell | None,
 ) -> ExitCode:
-    resolved = load_resolved(run_dir.resolved.read_text(encoding="utf-8"))
     cluster = resolved.config.clusters[0]
     last_step = LastStep(attempt.last_step, env.restart) if env.rank == 0 else None
     recorder = Recorder(
