@@ -74,12 +74,7 @@ def localize(batch: Batch, mesh: Mesh, model: Any | None) -> MicroBatchPart:
     if size == 1:
         return whole(batch, model)
     rows, length = batch.input_ids_BT.shape
-    places_T = torch.arange(length, device=batch.input_ids_BT.device)
-    if mesh.deals_ends:
-        ends = _Pieces(length // size, size, mesh.place.cp).own
-        places_t = torch.cat([places_T[piece] for piece in ends])
-    else:
-        places_t = places_T.chunk(size)[mesh.place.cp]
+    places_t = own_places(length, mesh, batch.input_ids_BT.device)
     inputs: dict[str, Any] = {"input_ids": batch.input_ids_BT[:, places_t]}
     if batch.position_ids_BT is None:
         inputs["position_ids"] = places_t.expand(rows, -1)
@@ -89,6 +84,20 @@ def localize(batch: Batch, mesh: Mesh, model: Any | None) -> MicroBatchPart:
         queries_t = places_t if mesh.deals_ends else None
         inputs["attention_mask"] = block_mask(batch.position_ids_BT, queries_t=queries_t)
     return MicroBatchPart(inputs, batch.targets_BT[:, places_t], None, batch.reference_B)
+
+
+def own_places(length: int, mesh: Mesh, device: torch.device) -> Tensor:
+    """The places in a sequence of this rank's tokens, [t]; int64.
+
+    Args:
+        length: of the whole sequence.
+    """
+    size = mesh.layout.cp
+    places_T = torch.arange(length, device=device)
+    if mesh.deals_ends:
+        ends = _Pieces(length // size, size, mesh.place.cp).own
+        return torch.cat([places_T[piece] for piece in ends])
+    return places_T.chunk(size)[mesh.place.cp]
 
 
 @dataclass(frozen=True, slots=True)
