@@ -56,7 +56,7 @@ class Routers:
 
     Args:
         routers: of the whole model; see `isles.models.routers`.
-        coefficient: of the balancing loss; 0: only count the load.
+        coefficient: weight of the balancing loss. If 0, isles only counts the load.
         counts: whether this rank counts its tokens; one rank counts for all ranks with the same
             tokens.
 
@@ -69,7 +69,7 @@ class Routers:
     ) -> None:
         self._numbers = {name: index for index, name in enumerate(routers)}
         self.coefficient = coefficient
-        """Of the balancing loss; 0: only the load is counted."""
+        """Weight of the balancing loss."""
         self._world, self._counts = world, counts
         shape = (len(routers), max(routers.values()))
         self._load_LE = torch.zeros(shape, dtype=torch.float64, device=world.device)
@@ -96,7 +96,7 @@ class Routers:
 
         Args:
             read_Bt: see `places_read`.
-            scale: factor of the loss in its backward pass, besides the division by tokens.
+            scale: factor of the loss in its backward pass, without the division by tokens.
         """
         if not self._tokens:
             return
