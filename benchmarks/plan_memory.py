@@ -64,7 +64,7 @@ from isles.models.recompute import set_gradient_checkpointing
 from isles.strategies.sequence import use_context_parallel_attention
 from isles.train.model import weights_dtype
 from isles.train.optimizer.make import make_optimizers
-from isles.train.strategy import is_sharded, make_engine
+from isles.train.strategy import is_sharded, make_engine, make_routers
 
 BAR = 0.05
 
@@ -458,6 +458,7 @@ def _allocate(model: nn.Module) -> None:
 def _train(case: Case, model: Any, mesh: Mesh, world: World) -> Counted:
     config = case.config()
     training = config.training
+    routers = make_routers(config.model, model, mesh, world)
     engine = make_engine(
         case.strategy,
         model,
@@ -467,12 +468,15 @@ def _train(case: Case, model: Any, mesh: Mesh, world: World) -> Counted:
         world,
         config,
     )
+    if routers is not None:
+        engine.use_routers(routers)
     if case.whole_loss or case.kind in AFTER_HEAD:
         engine._bound._head._is_last = False  # type: ignore[attr-defined]
     with Tracker([*_held(engine)]) as tracker:
         for step in range(2):
             if step == 1:
                 tracker.peak = tracker.now
+            engine.begin_step(input_tokens=case.rows * case.length)
             for micro in range(case.micro_batches):
                 tracker.phase = f"micro-batch {micro}"
                 engine.forward_backward(

@@ -135,6 +135,34 @@ LIMITS = """\
 `cp_size` and `pp_size` do not support sliding windows. The model limits the
 sizes ([Rules between keys](run-file.md#rules-between-keys)). For a type without a "yes"
 for separate documents, set `data.packing: false` or `data.isolate_documents: false`.
+
+## Mixtures of experts
+
+A mixture of experts trains with a loss that balances its experts, if the model's config in
+transformers has a `router_aux_loss_coef`. dbrx, doge, jetmoe and llama4 are exceptions. The types
+mixtral, olmoe, qwen2_moe, qwen3_moe, gpt_oss, granitemoe, flex_olmo and ernie4_5_moe have a test.
+
+- **The loss** of a layer is the number of experts times the sum of `f * P` over the experts. `f`
+  is the number of tokens that chose an expert, and `P` is the sum of its probabilities, both
+  divided by the number of tokens. The run adds the mean over the layers, times
+  `model.router_aux_loss_coef`. The default is the coefficient of the model's config. 0 turns the
+  loss off. If an adapter freezes the routers, the default is 0.
+- **All tokens of a step count**, of all ranks and micro-batches, but not padding. The result is
+  equal for any number of ranks and any strategy. The gradient uses the `f` of the previous step,
+  because the `f` of a step is known only after its last micro-batch. The first step of a run has
+  no balancing. Checkpoints contain `f`.
+- **transformers** computes this loss for each micro-batch, and only with `output_router_logits`.
+  It averages `f` and `P` over the layers before it multiplies them. Then an idle expert of one
+  layer can hide behind a busy expert of another layer.
+- **Metrics** of a step: `router_loss` is the balancing loss with its coefficient, which `loss`
+  does not include. `router_entropy` is the entropy of the load as a share of the largest entropy:
+  1 if all experts get equally many tokens. `router_busiest_share` is the share of the busiest
+  expert of all layers, as a multiple of an even share.
+- **deepseek_v3, glm4_moe and similar types** balance their experts by a bias. transformers has no
+  loss for them. isles records the metrics and does not change the bias. A model from scratch
+  starts with a bias of 0, so nothing balances its experts.
+- **Recomputation.** `gradient_checkpointing` computes the choice of experts again. The same
+  kernels give the same choice, unless a kernel is not deterministic.
 """
 
 

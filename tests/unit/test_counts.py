@@ -17,6 +17,7 @@
 | longest of five documents in a row of 74, as attention gets it | 74 | 64 | 64 |
 | casts of an adapted layer beyond those of its products | 4 | 0 | 0 |
 | casts of a Llama layer on one rank, forward and backward | 34 | 10 | 16 |
+| graphs that blocks with balanced experts compile | - | 2 | 2 |
 | graphs that all blocks of a model compile, and more for other rows | 1, 1 | 1, 1 | 1, 1 |
 | numbers that a step reads, adamw_8bit, rounding, SGD on shards, Muon | 1 or more | 0 | 0 |
 | collectives of Muon for 8 matrices of a shape, ddp | 0 | 1 | 1 |

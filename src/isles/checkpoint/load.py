@@ -6,7 +6,7 @@ import logging
 import shutil
 import stat
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -132,18 +132,22 @@ def refuse_other_run(run_dir: RunDir, world: World, disks: Disks) -> None:
     raise_first(world.gather(failure))
 
 
-def load_tensors(state: dict[str, Any], folder: Path, *, alone: bool = False) -> None:
+def load_tensors(
+    state: dict[str, Any], folder: Path, *, alone: bool = False, optional: Collection[str] = ()
+) -> None:
     """Fill the tensors of `state` from a checkpoint, in place, on any number of ranks.
 
     Args:
         state: tensors (or shards) by name, as returned by an engine's `state_dict`.
         alone: load in this process only; otherwise all ranks must call this.
+        optional: tensors that keep their values if the checkpoint lacks them.
 
     Raises:
         TrainingError: the checkpoint lacks a tensor, or its shape or kind of numbers differs.
     """
     reader = TensorReader(folder)
     known = reader.index().tensors
+    state = {name: state[name] for name in state if name in known or name not in optional}
     missing = [name for name in state if name not in known]
     if missing:
         raise TrainingError(

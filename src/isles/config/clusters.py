@@ -22,7 +22,10 @@ _OWN = ("strategy", "balance")
 _SHARED: dict[str, tuple[str, ...]] = {
     "name": (),
     "seed": (),
-    "model": ("name_or_path", "init", "attn_implementation", "trust_remote_code"),
+    "model": (
+        *("name_or_path", "init", "attn_implementation", "router_aux_loss_coef"),
+        "trust_remote_code",
+    ),
     "tokenizer": (
         *("name_or_path", "chat_template", "chat_template_kwargs", "add_special_tokens"),
         "train_vocab_size",

@@ -18,6 +18,7 @@ from isles.dist.batch import Batch
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
 from isles.strategies.objective import Objective
+from isles.strategies.routers import Routers, places_read
 from isles.strategies.sequence import localize
 from isles.strategies.stepper import Stepper
 
@@ -31,6 +32,24 @@ class Engine(ABC):
     replicas: tuple[int, int]
     """This rank's index among the ranks that hold the same plain tensors in `state_dict`, and the
     number of these ranks; (0, 1) if this rank saves every plain tensor of its `state_dict`."""
+
+    routers: Routers | None = None
+    """The routers of a mixture of experts; see `use_routers`."""
+
+    def use_routers(self, routers: Routers) -> None:
+        """Balance the load of the model's experts from now on."""
+        self.routers = routers
+        routers.attach(self.model)
+
+    def begin_step(self, *, input_tokens: int) -> None:
+        """Begin a training step, before its first micro-batch. Without this call, the step has no
+        balancing loss.
+
+        Args:
+            input_tokens: tokens that all ranks read in this step, without padding.
+        """
+        if self.routers is not None:
+            self.routers.begin_step(input_tokens)
 
     @abstractmethod
     def forward_backward(self, batch: Batch, *, loss_divisor: int, is_last: bool) -> Tensor:
@@ -192,7 +211,13 @@ class TorchEngine(Engine):
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     def optimizer_step(self, *, lr: float, max_norm: float | None) -> Tensor:
-        return self._stepper.step(lr=lr, max_norm=max_norm)
+        return self._step(lr=lr, max_norm=max_norm)
+
+    def _step(self, *, lr: float, max_norm: float | None, keep_gradients: bool = False) -> Tensor:
+        norm = self._stepper.step(lr=lr, max_norm=max_norm, keep_gradients=keep_gradients)
+        if self.routers is not None:
+            self.routers.end_step(self._stepper.poison)
+        return norm
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
@@ -216,10 +241,13 @@ class TorchEngine(Engine):
         return self._stepper.parameters
 
     def state_dict(self) -> dict[str, Any]:
-        return self._stepper.state_dict()
+        balance = {} if self.routers is None else self.routers.state_dict()
+        return self._stepper.state_dict() | balance
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._stepper.load_state_dict(state)
+        if self.routers is not None:
+            self.routers.load_state_dict(state)
 
     def trained_shapes(self) -> Mapping[str, torch.Size]:
         return {name: parameter.shape for name, parameter in self._trained.items()}
@@ -272,6 +300,12 @@ class TorchEngine(Engine):
 
     def _loss_sum(self, forward: Callable[..., Any], batch: Batch) -> Tensor:
         return self._objective.loss_sum(forward, localize(batch, self._mesh, self.model))
+
+    def _begin_routers(self, batch: Batch, scale: float) -> None:
+        # `scale`: factor of the loss of all ranks, without the division by its units.
+        if self.routers is not None:
+            read_Bt = places_read(batch, self._mesh)
+            self.routers.begin(read_Bt, scale * self._stepper.loss_scale)
 
     def _counted(self, figure: Tensor) -> Tensor:
         # All tensor parallel ranks have the same loss, so only one of them counts it.

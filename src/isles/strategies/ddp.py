@@ -72,7 +72,7 @@ class DDPEngine(TorchEngine):
 
     def optimizer_step(self, *, lr: float, max_norm: float | None) -> Tensor:
         # The gradients are views of the buckets, so the step zeroes them in place.
-        return self._stepper.step(lr=lr, max_norm=max_norm, keep_gradients=self._ddp is not None)
+        return self._step(lr=lr, max_norm=max_norm, keep_gradients=self._ddp is not None)
 
     def communication_s(self) -> float | None:
         # The part of DDP's all-reduce that did not overlap with computation.
@@ -87,6 +87,7 @@ class DDPEngine(TorchEngine):
 
     def _backward(self, batch: Batch, scale: float, *, syncs: bool) -> Tensor:
         quiet = self._ddp is not None and not syncs
+        self._begin_routers(batch, self._world.world_size)
         # Earlier micro-batches only add to the local gradient; the last one reduces the sum.
         quietly = self._ddp.no_sync() if quiet and self._ddp else contextlib.nullcontext()
         with quietly, self._precision.micro_batch():

@@ -58,6 +58,7 @@ class FSDPEngine(TorchEngine):
 
     def forward_backward(self, batch: Batch, *, loss_divisor: int, is_last: bool) -> Tensor:
         set_sync(self._sharded, is_last=is_last, reduces_each=self._reduces_each)
+        self._begin_routers(batch, self._parts)
         loss_sum = self._loss_sum(self.model, batch)
         loss = loss_sum * (self._parts / loss_divisor)
         self._stepper.scaled(loss, loss_sum).backward()  # type: ignore[no-untyped-call]

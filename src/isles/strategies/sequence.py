@@ -79,17 +79,13 @@ def localize(batch: Batch, mesh: Mesh, model: Any | None) -> MicroBatchPart:
     if size == 1:
         return whole(batch, model)
     rows, length = batch.input_ids_BT.shape
-    places_T = torch.arange(length, device=batch.input_ids_BT.device)
-    pieces = _Pieces(length // size, size, mesh.place.cp).own if mesh.deals_ends else None
-    if pieces is not None:
-        places_t = torch.cat([places_T[piece] for piece in pieces])
-    else:
-        places_t = places_T.chunk(size)[mesh.place.cp]
+    places_t = own_places(length, mesh, batch.input_ids_BT.device)
     inputs: dict[str, Any] = {"input_ids": batch.input_ids_BT[:, places_t]}
     if batch.position_ids_BT is None:
         inputs["position_ids"] = places_t.expand(rows, -1)
     else:
         inputs["position_ids"] = batch.position_ids_BT[:, places_t]
+        pieces = _pieces(length, mesh).own if mesh.deals_ends else None
         assert model is not None, "config/rules/data.py keeps pipelines away"
         by_document = model.config._attn_implementation == _BY_DOCUMENT
         # After ulysses has exchanged tokens for heads, each rank has the queries of all tokens.
@@ -99,6 +95,23 @@ def localize(batch: Batch, mesh: Mesh, model: Any | None) -> MicroBatchPart:
             queries_t = None if pieces is None else places_t
             inputs["attention_mask"] = block_mask(batch.position_ids_BT, queries_t=queries_t)
     return MicroBatchPart(inputs, batch.targets_BT[:, places_t], None, batch.reference_B)
+
+
+def own_places(length: int, mesh: Mesh, device: torch.device) -> Tensor:
+    """The places in a sequence of this rank's tokens, [t]; int64.
+
+    Args:
+        length: of the whole sequence.
+    """
+    places_T = torch.arange(length, device=device)
+    if mesh.deals_ends:
+        return torch.cat([places_T[piece] for piece in _pieces(length, mesh).own])
+    return places_T.chunk(mesh.layout.cp)[mesh.place.cp]
+
+
+def _pieces(length: int, mesh: Mesh) -> _Pieces:
+    size = mesh.layout.cp
+    return _Pieces(length // size, size, mesh.place.cp)
 
 
 def _boundaries(

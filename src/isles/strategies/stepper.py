@@ -112,6 +112,16 @@ class Stepper:
     def good_steps(self) -> int | None:
         return self._guard.good_steps()
 
+    @property
+    def loss_scale(self) -> float | Tensor:
+        """Factor that `scaled` gives the loss."""
+        return 1.0 if self._scaler is None else self._scaler.scale(torch.ones_like(self.poison))
+
+    @property
+    def poison(self) -> Tensor:
+        """See `StepGuard.poison`."""
+        return self._guard.poison
+
     def state_dict(self) -> dict[str, Any]:
         """Keys: model.NAME, optimizer.state.NAME.FIELD, scaler.scale and scaler.growth."""
         state: dict[str, Any] = {}
@@ -205,6 +215,11 @@ class StepGuard:
     def __init__(self, device: torch.device) -> None:
         self._poison = torch.zeros((), device=device)
         self._good = torch.zeros((), dtype=torch.int64, device=device)
+
+    @property
+    def poison(self) -> Tensor:
+        """1.0 after a value that was not finite, else 0.0; on the device."""
+        return self._poison
 
     def watch(self, value: Tensor) -> None:
         """Record whether a loss or norm is finite."""

@@ -31,6 +31,7 @@ from isles.run.checkpoints import CheckpointInfo
 from isles.run.paths import RunDir
 from isles.run.upload import Uploader
 from isles.strategies.base import Engine
+from isles.strategies.routers import LOAD
 from isles.train.balance import make_balancer, watch_speed
 from isles.train.compiled import compile_blocks, resolve_compile
 from isles.train.data import make_data
@@ -48,7 +49,7 @@ from isles.train.optimizer.make import make_optimizers
 from isles.train.parts import Parts
 from isles.train.products import keep_angles_exact, products_note
 from isles.train.progress import Progress
-from isles.train.reach import adapter_notes
+from isles.train.reach import adapter_notes, balance_notes
 from isles.train.record import Recorder, make_trackers
 from isles.train.reference import disable_dropout, pairs_read, score_reference
 from isles.train.stop import Agreement, StopSignals
@@ -58,6 +59,7 @@ from isles.train.strategy import (
     check_is_read_whole,
     is_sharded,
     make_engine,
+    make_routers,
     resolve_mesh,
     resolve_strategy,
     use_attention,
@@ -182,6 +184,8 @@ def _note(
         lines.append(note)
     if config.adapter.type != "none":
         lines += adapter_notes(config, engine.model, tokenizer, training)
+    if config.model.init == "scratch" and engine.routers is not None:
+        lines += balance_notes(config.model, engine.model, engine.routers.coefficient)
     for line in lines:
         recorder.note(line)
 
@@ -227,9 +231,12 @@ def _make_engine(
     # Before the model is sharded.
     size = ModelSize.of(model, config.data.seq_length)
     balancer = make_balancer(model, config, strategy, mesh, world, run_dir, recorder, resume_from)
+    routers = make_routers(config.model, model, mesh, world)  # by names that a sharded model lacks
     optimizers = functools.partial(make_optimizers, config.training, seed=config.seed)
     fill = functools.partial(fill_model, config=config.model, seed=config.seed)
     engine = make_engine(strategy, model, fill, optimizers, mesh, world, config)
+    if routers is not None:
+        engine.use_routers(routers)
     watch_speed(balancer, engine.model, config, world)
     if world.is_main:
         keep_base(config, run_dir)
@@ -246,12 +253,6 @@ def _make_model(
     else:
         model = whole_model(config, tokenizer, world.device)
         check_is_read_whole(model, strategy, world)
-    shape: Any = model.config
-    if world.is_main and getattr(shape, "output_router_logits", False):
-        log.warning(
-            "the model's config sets output_router_logits, but isles trains on the loss of the "
-            "target tokens only, without the loss that balances the experts"
-        )
     if config.training.method == "dpo":
         disable_dropout(model)
     set_gradient_checkpointing(model, config.training.gradient_checkpointing)
@@ -304,7 +305,7 @@ def _take_over(
         recorder.phase("bringing checkpoint", f"step {checkpoint.step}: {moved}")
 
     with on_this_disk(checkpoint, run_dir, world, disks, report) as folder:
-        load_tensors(state | outer, folder)
+        load_tensors(state | outer, folder, optional=(LOAD,))
         engine.load_state_dict(state)
         is_restored = restore_rng(
             folder, world.rank, saved_world_size=saved_world_size, world_size=world.world_size

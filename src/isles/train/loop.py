@@ -30,6 +30,7 @@ def train(parts: Parts) -> ExitCode:
         parts.meter.begin(is_recorded=is_recorded)
         data = parts.loader.step(progress.samples)
         parts.meter.mark("data")
+        engine.begin_step(input_tokens=data.input_tokens)
         for index, batch in enumerate(data.micro_batches):
             is_last = index == len(data.micro_batches) - 1
             loss_sum = engine.forward_backward(

@@ -85,6 +85,8 @@ class Parts:
             blocks_s=self.balancer.blocks_s(),
             sums=self.engine.take_figures(of_training=True),
         )
+        if self.engine.routers is not None:
+            figures |= self.engine.routers.figures()
         self.checkpoints.poll()
         progress = self.progress
         row = {"kind": "train", "step": progress.step, "learning_rate": lr, **figures}

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from isles.config.sections.model import ModelConfig
 from isles.config.sections.run import RunConfig
 from isles.data.mix import Dataset
 from isles.dist.batch import IGNORE_INDEX
@@ -59,6 +60,16 @@ def _tokens(training: Dataset) -> list[int]:
     # The tokens that the first samples read or train on, without padding.
     count = min(_SAMPLES, training.num_samples)
     # Read lengths first, so that a stream keeps the segments of all these samples. Reading the
+def balance_notes(config: ModelConfig, model: Any, coefficient: float) -> Iterator[str]:
+    """Warnings for the user about a mixture from scratch whose experts nothing balances."""
+    if coefficient == 0 and config.router_aux_loss_coef is None:
+        yield (
+            f"nothing balances the experts of model_type {model.config.model_type}: transformers "
+            "has no balancing loss for it, and isles does not change the bias of its routers. Most "
+            "tokens may go to a few experts. mixtral, olmoe and qwen3_moe have a balancing loss"
+        )
+
+
     # samples one at a time would drop the segments.
     lengths = training.lengths(np.arange(count)).reshape(-1)
     rows = training.rows(np.arange(count))

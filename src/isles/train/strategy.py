@@ -20,6 +20,7 @@ from isles.config.auto import Resources, choose_strategy, describe, fitting_stra
 from isles.config.interop.deepspeed import check_accumulation, deepspeed_settings, resolve_stage
 from isles.config.layout import Strategy, make_layout
 from isles.config.roofline import Chip, Links, inside_rate, slowest
+from isles.config.sections.model import ModelConfig
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import (
     AutoStrategy,
@@ -36,9 +37,11 @@ from isles.errors import UserError
 from isles.facts.gpus import BF16_FIX, emulates_bf16, find_gpu
 from isles.facts.memory.layers import work
 from isles.models.attention import check_attention, use_maskless_attention
+from isles.models.routers import find_routers
 from isles.run.limits import memory
 from isles.strategies.base import Engine
 from isles.strategies.objective import DPO, CausalLM, MakeObjective
+from isles.strategies.routers import Routers
 from isles.train.model import architecture_of
 
 log = logging.getLogger(__name__)
@@ -312,6 +315,33 @@ def make_engine(
             )
         case _:
             assert_never(strategy)
+
+
+def make_routers(config: ModelConfig, model: Any, mesh: Mesh, world: World) -> Routers | None:
+    """The routers of a mixture of experts; None for other models.
+
+    Args:
+        model: not sharded yet.
+
+    Raises:
+        UserError: the run file balances experts that transformers cannot balance.
+    """
+    found = find_routers(model)
+    own = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
+    given = config.router_aux_loss_coef
+    if given and (own is None or not found):
+        kind = model.config.get_text_config().model_type
+        raise UserError(
+            f"model_type {kind} has no loss that balances experts: its config in transformers has "
+            "no router_aux_loss_coef, or it has no routers",
+            where="model.router_aux_loss_coef",
+            fix="delete the key",
+        )
+    if not found:
+        return None
+    is_trained = any(p.requires_grad for n in found for p in model.get_submodule(n).parameters())
+    coefficient = given if given is not None else float(own or 0) if is_trained else 0.0
+    return Routers(found, coefficient, world, counts=mesh.place.tp == 0)
 
 
 def make_objective(training: TrainingConfig) -> MakeObjective:

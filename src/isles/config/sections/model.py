@@ -23,6 +23,10 @@ class ModelConfig(Section):
     """sdpa is PyTorch's fused attention. eager is slower, and gemma2, gpt_oss and bloom need
     it. flash_attention_2 needs the package flash-attn and a GPU. flex_attention needs a GPU."""
 
+    router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the loss that balances the experts of a mixture; 0 turns it off. Default: the value
+    in the model's config, or 0 if an adapter freezes the routers."""
+
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Read that code first."""
 

@@ -394,6 +394,8 @@ class Architecture:
         # Each token uses a few experts. All tokens of one expert are one product.
         scores = walk.linear(x, self.experts, "gate")
         walk.save(scores.like(width=4))
+        if walk.is_trained:  # for the gradient of the balancing loss
+            walk.save(scores)
         routed = Value(x.tokens * self.experts_used, x.units, x.width)
         all_params = 3 * self.hidden * self.mlp_width * self.experts
         walk.params += all_params

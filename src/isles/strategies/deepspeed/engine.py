@@ -24,6 +24,7 @@ from isles.errors import PreflightError, UserError
 from isles.strategies.base import Engine
 from isles.strategies.deepspeed.state import ZeroState
 from isles.strategies.objective import CausalLM, MakeObjective
+from isles.strategies.routers import places_read
 from isles.strategies.sequence import whole
 from isles.strategies.stepper import StepGuard
 
@@ -91,6 +92,9 @@ class DeepSpeedEngine(Engine):
 
     def forward_backward(self, batch: Batch, *, loss_divisor: int, is_last: bool) -> Tensor:
         self._engine.set_gradient_accumulation_boundary(is_last)
+        if self.routers is not None:
+            scale = 1.0 if self._scaler is None else float(self._scaler.cur_scale)
+            self.routers.begin(places_read(batch, None), self._world_size * scale)
         loss_sum = self._loss_sum(self._engine, batch)
         if self._scaler is not None:
             self._guard.watch(loss_sum)
@@ -119,6 +123,8 @@ class DeepSpeedEngine(Engine):
                 self._guard.watch(norm)  # the scale is at its minimum: no gradient is ever finite
             self._scaler.update_scale(bool(self._zero.overflow))
         self._guard.count()
+        if self.routers is not None:
+            self.routers.end_step(self._guard.poison)
         return norm
 
     @torch.no_grad()
@@ -147,6 +153,8 @@ class DeepSpeedEngine(Engine):
             growth %= self._scaler.scale_window  # as in torch's scaler
             state["scaler.scale"] = torch.tensor(self._scaler.cur_scale, dtype=torch.float64)
             state["scaler.growth"] = torch.tensor(growth)
+        if self.routers is not None and self._state.is_main:
+            state |= self.routers.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -157,6 +165,8 @@ class DeepSpeedEngine(Engine):
             self._scaler.cur_scale = float(scale)
             self._scaler.cur_iter = int(growth)
             self._scaler.last_overflow_iter = -1
+        if self.routers is not None:
+            self.routers.load_state_dict(state)
 
     def trained_shapes(self) -> Mapping[str, torch.Size]:
         return self._state.trained_shapes()

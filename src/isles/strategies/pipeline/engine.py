@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +30,7 @@ from isles.strategies.pipeline.stages import (
     stage_indices,
     stages_per_rank,
 )
+from isles.strategies.routers import Routers, places_read
 from isles.strategies.sequence import localize
 from isles.strategies.stepper import MakeOptimizers, Stepper
 
@@ -82,6 +84,7 @@ class PipelineEngine(TorchEngine):
             allocate(stage, config, world.device)
             materialize(stage)
         modules = list(stages.values())
+        self._modules: list[Any] = modules
         held = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
         group = _pipeline_group(mesh, world)
         stepper = Stepper(
@@ -106,15 +109,24 @@ class PipelineEngine(TorchEngine):
 
     def forward_backward(self, batch: Batch, *, loss_divisor: int, is_last: bool) -> Tensor:
         # Only the last call in a step computes.
-        self._held.hold(self._inputs(batch))
+        read_Bt = None if self.routers is None else places_read(batch, self._mesh)
+        self._held.hold(replace(self._inputs(batch), read=read_Bt))
         self._loss_total = torch.zeros((), device=self._world.device)
         if is_last:
             self._scale = self._parts / loss_divisor
+            for stage in self._modules:
+                stage.router_scale = self._parts * self._stepper.loss_scale
             count = self._pipeline.count(len(self._held))
             with self._naming_itself():
                 self._pipeline.train(self._held.take(count), count)
             assert all(p.grad is not None for p in self.trainable()), "a gradient was lost"
         return self._counted(self._loss_total)
+
+    def use_routers(self, routers: Routers) -> None:
+        self.routers = routers
+        for stage in self._modules:
+            routers.attach(stage)
+            stage.routers = routers
 
     def evaluate(self, batch: Batch) -> Tensor:
         with torch.no_grad(), self._naming_itself():

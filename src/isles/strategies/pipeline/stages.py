@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -130,7 +130,10 @@ def cut_stage(
         cu_seqlens: Tensor | None = None,
         targets: Tensor | None = None,
         of_tokens: bool = False,
+        read: Tensor | None = None,
     ) -> Any:
+        if read is not None:
+            stage.routers.begin(read, stage.router_scale)
         options: dict[str, Any] = {"input_ids" if is_first else "inputs_embeds": x}
         if position_ids is not None:
             starts = None if cu_seqlens is None else cu_seqlens.flatten()
@@ -150,6 +153,8 @@ def cut_stage(
 
     stage.forward = forward
     stage.longest_document = None
+    stage.routers = None
+    stage.router_scale = 1.0
     stage.holds_losses = False
     """Whether several losses wait for their backward passes. A loss sum would keep a gradient of
     the whole head for each; the loss of each token keeps only hidden states."""
@@ -189,6 +194,9 @@ class Inputs:
     longest_document: int | None = None
     """See `Batch`."""
 
+    read: Tensor | None = None
+    """(N * R, T), see `places_read`; only for the routers of a mixture of experts."""
+
     @classmethod
     def of(cls, batch: Batch, part: MicroBatchPart) -> Inputs:
         """One micro-batch.
@@ -211,6 +219,7 @@ class Inputs:
         for stage in stages:
             stage.longest_document = self.longest_document  # torch passes on only tensors
         given = {"position_ids": self.position_ids, "cu_seqlens": self.cu_seqlens}
+        given |= {"read": self.read}
         return {name: value for name, value in given.items() if value is not None}
 
 
@@ -237,6 +246,17 @@ class MicroBatches:
         Rows and micro-batches added as padding have no targets, and each row is one document.
         """
         held, self._held = self._held, []
+        return replace(self._take(held, count), read=self._read(held, count))
+
+    def _read(self, held: list[Inputs], count: int) -> Tensor | None:
+        reads = [x.read for x in held if x.read is not None]
+        if not reads:
+            return None
+        rows = max(len(x) for x in reads)
+        nothing = reads[0].new_zeros((rows * (count - len(reads)), reads[0].shape[1]))
+        return torch.cat([*(_fill(x, rows, 0) for x in reads), nothing])
+
+    def _take(self, held: list[Inputs], count: int) -> Inputs:
         rows = max(each.input_ids.shape[0] for each in held)
         inputs, targets = [x.input_ids for x in held], [x.targets for x in held]
         positions = [x.position_ids for x in held if x.position_ids is not None]

@@ -1,0 +1,28 @@
+"""Routers of a mixture of experts, by the records of transformers."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+def find_routers(model: nn.Module) -> dict[str, int]:
+    """The routers of a Hugging Face model by their names, and the number of experts of each.
+
+    A router returns the scores of all experts [N, E], and the weights and indices of the chosen
+    experts [N, K]. transformers says which modules do. The result is empty for other models, and
+    for models with a different number of experts in each layer.
+
+    Args:
+        model: not sharded yet.
+    """
+    kinds: list[type] = []
+    for module in model.modules():
+        recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
+        if recorded is not None and getattr(recorded, "index", None) == 0:
+            kinds.append(recorded.target_class)
+    found = {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(module, tuple(kinds)) and isinstance(weight, Tensor):
+            found[name] = weight.shape[0]
+    return found if len(set(found.values())) == 1 else {}
