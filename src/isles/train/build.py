@@ -248,8 +248,12 @@ def _make_model(
         disable_dropout(model)
     set_gradient_checkpointing(model, config.training.gradient_checkpointing)
     use_attention(model, mesh, world.device, config.training)
+    names = getattr(strategy, "transformer_layer_cls_to_wrap", ())
+    if config.training.precision == "fp8-mixed":
+        from isles.train.fp8 import use_fp8  # torchao takes seconds to import
+
+        use_fp8(model, config.training, names)
     if config.training.torch_compile is True:
-        names = getattr(strategy, "transformer_layer_cls_to_wrap", ())
         compile_blocks(model, names)
     log.info(
         "model=%s parameters=%d trained=%d ranks=%d threads=%d",
