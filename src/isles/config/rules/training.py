@@ -162,9 +162,13 @@ def _fp8(config: RunConfig) -> Iterator[Issue]:
     training, adapter = config.training, config.adapter
     if training.precision != "fp8-mixed":
         return
-    untried = {"adapter.type": adapter.type} if adapter.type != "none" else {}
-    untried |= {"training.method": training.method} if training.method != "causal_lm" else {}
-    for key, value in untried.items():
+    values = {
+        "adapter.type": (adapter.type, "none"),
+        "training.method": (training.method, "causal_lm"),
+    }
+    for key, (value, tried) in values.items():
+        if value == tried:
+            continue
         yield Issue(
             (key, "training.precision"),
             f"fp8-mixed was never tried with {key} {value}",
