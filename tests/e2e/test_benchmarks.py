@@ -77,8 +77,8 @@ FIGURES: dict[str, dict[str, Any]] = {
         "peaks": 19,
         "within_10_percent": 18,
         "worst": (0.1, 0.2),
-        "speeds": 16,
-        "speeds_within_25_percent": 16,
+        "speeds": 19,
+        "speeds_within_25_percent": 19,
     },
     "prepare": {
         **dict.fromkeys(("chats_jsonl", "chats_parquet", "chats_last", "text"), ANY),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,17 +14,20 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from isles.balance.measure import ComputeMeter
 from isles.cli import main
 from isles.config.compilation import compiles
 from isles.config.load import load_run_file
+from isles.config.sections.training import TrainingConfig
 from isles.models.attention import use_maskless_attention
 from isles.models.recompute import set_gradient_checkpointing
 from isles.strategies.fsdp import find_blocks
 from isles.strategies.head import LossHead
 from isles.strategies.mixed_precision import MixedPrecision
 from isles.train.compiled import compile_blocks, resolve_compile
+from isles.train.fp8 import use_fp8
 from tests.each import each
 from tests.small_models import small_model
 
@@ -44,6 +48,7 @@ _LOG = logging.getLogger("torch._dynamo.convert_frame")
     ((9, 0), 1000, ["strategy={kind: deepspeed}"], False),
     ((7, 5), 100, ["training.torch_compile=true"], True),
     ((9, 0), 1000, ["training.torch_compile=false"], False),
+    ((8, 9), 10, ["training.precision=fp8-mixed", "data.packing=false"], True),
 )
 def test_auto_compiles_where_it_pays(capability, steps, changes, expected, *, run_file):
     config = load_run_file(run_file, [PACKED, *changes]).config
@@ -142,6 +147,47 @@ def test_all_blocks_share_one_graph_and_one_more_for_other_rows(checkpointing, *
     assert not counters["graph_break"]
     assert not counters["recompile_limit"]
     assert len(meter.steps()) == 3, "the speed of compiled blocks is measured"
+
+
+def compiled_block(precision: str) -> tuple[Counter[str], int]:
+    """Products of a compiled block, forward and backward, and bytes that it keeps, besides its
+    inputs. With fp8, these are the products of a GPU, which torch also has on a CPU."""
+    products: Counter[str] = Counter()
+    kept = []
+
+    def count(module: Any) -> Any:
+        names = (str(getattr(node.target, "name", str)()) for node in module.graph.nodes)
+        products.update(name for name in names if "mm" in name)
+        return module.forward
+
+    def forward(module: Any, _inputs: Any) -> Any:
+        (output,) = (node for node in module.graph.nodes if node.op == "output")
+        values = [node.meta["val"] for node in output.args[0][1:] if node.op != "placeholder"]
+        kept.append(sum(x.nbytes for x in values if isinstance(x, Tensor)))
+        return count(module)
+
+    partition = min_cut_rematerialization_partition  # of the real compiler
+    backend = aot_autograd(
+        fw_compiler=forward, bw_compiler=lambda m, _: count(m), partition_fn=partition
+    )
+    model = small_model("llama", num_hidden_layers=1, hidden_size=64, head_dim=16)
+    use_maskless_attention(model)
+    if precision == "fp8-mixed":
+        use_fp8(model, TrainingConfig(max_steps=1, precision=precision))
+    (block,) = find_blocks(model)
+    block.compile(backend=backend)
+    with MixedPrecision(model, precision, CPU).micro_batch():
+        model(input_ids=ids_of(2)).logits.float().sum().backward()
+    assert not counters["graph_break"]
+    _forget()
+    return products, kept[0]
+
+
+def test_all_products_of_a_compiled_block_are_in_fp8_and_keep_no_more():
+    (plain, bytes_in_bf16), (products, kept) = map(compiled_block, ("bf16-mixed", "fp8-mixed"))
+    assert plain == {"aten::mm": 21}
+    assert products == {"aten::_scaled_mm": 21}
+    assert 0.6 < kept / bytes_in_bf16 < 0.8
 
 
 @each("forward", "backward")

@@ -27,6 +27,8 @@ TWO_FORMS = "data.sources=[{path: a, type: instruct, columns: {input: a, prompt:
 WARMUP = "warmup_rounds: 1, warmup_sync_every"
 HIVEMIND = "engine: hivemind, hivemind: {initial_peers: [/ip4/192.0.2.1/tcp/1]}"
 NOTHING = "has no effect with"
+FP8 = "training.precision=fp8-mixed"
+HALVES = "strategy={kind: fsdp, cp_size: 2}"
 BF16, FP16 = "training.precision=bf16-true", "training.precision=fp16-mixed"
 EAGER = "model.attn_implementation=eager"
 NVME = "{kind: deepspeed, offload_optimizer: nvme"
@@ -113,6 +115,15 @@ def check_refused(tmp_path: Path, source: str, what: str, fix: str, *given: str)
     ("contains a user name or", "http://tracker:5000/path, and set MLFLOW_TRACKING_U", LOGIN),
     ('"me", not the name', "owner/name", "checkpoint: {push_to_hub: me}"),
     ("export_on_finish is false", "delete one", f"{PUSH}, export_on_finish: false}}"),
+    # Of fp8.
+    ("without torch_compile is slower", "bf16-mixed", FP8, "training.torch_compile=false"),
+    ("needs torch_compile, which does not work", "full", FP8, OFFLOADED[1]),
+    ("never tried with adapter.type lora", "bf16-mixed", FP8, LORA),
+    ("never tried with tp_size 2", "bf16-mixed", FP8, TENSOR),
+    ("never tried with pp_size 2", "bf16-mixed", FP8, PIPELINE),
+    ("never tried with strategy deepspeed", "bf16-mixed", FP8, "strategy={kind: deepspeed}"),
+    ("multiple of 16 tokens", "992 or 1008", FP8, "data.seq_length=1000"),
+    ("multiple of 32 tokens", "992 or 1024", FP8, "data.seq_length=1008", HALVES),
     # Of an optimizer, and of an adapter.
     ("by row", "fsdp", "strategy={kind: deepspeed}", "training.optimizer=adamw_8bit"),
     ("keeps fp32 weights", "bf16-true", "training.stochastic_rounding=true"),
@@ -221,6 +232,7 @@ def test_a_broken_rule_of_outer_steps_is_refused(row: tuple[str, ...], *, tmp_pa
     ("chat", [TEXT, APART]),
     ("chat", ["data.isolate_documents=false", RING]),
     ("chat", [NOT_PACKED, RING]),
+    ("chat", [FP8, "strategy={kind: fsdp}", "training.gradient_checkpointing=selective"]),
     ("chat", [PAIRS, DPO, "data.too_long=drop"]),
     ("chat", [FAKE, DPO]),
     ("chat", [STREAM]),

@@ -129,6 +129,15 @@ def test_models_that_do_not_heed_borders_are_refused(kind, overrides, what, *, t
     assert all(what in issue.what and "data.packing: false" in issue.fix for issue in found)
 
 
+@each("num_experts", "num_local_experts", "n_routed_experts")
+def test_fp8_of_a_mixture_of_experts_is_refused(key: str, *, tmp_path):
+    fp8 = load(tmp_path, GOOD, "training.precision=fp8-mixed").config
+    (issue,) = check_shape(fp8, {**LLAMA, key: 8})
+    assert "never tried with mixtures" in issue.what and issue.fix == "use precision: bf16-mixed"
+    assert not check_shape(fp8, LLAMA)
+    assert not check_shape(load(tmp_path, GOOD).config, {**LLAMA, key: 8})
+
+
 @pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "bloom", "mpt"])
 def test_a_model_without_fused_attention_is_refused_before_the_start(kind, tmp_path):
     """By the same key as transformers' own error, which comes when the ranks build the model."""

@@ -31,8 +31,9 @@ IDS = torch.randint(3, 64, (2, 16), generator=torch.Generator().manual_seed(0))
 BATCH = Batch(IDS, IDS, (0, 1))
 
 
-def sgd(module: nn.Module) -> list[torch.optim.Optimizer]:
-    return [torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)]
+def adamw(module: nn.Module) -> list[torch.optim.Optimizer]:
+    trained = [p for p in module.parameters() if p.requires_grad]
+    return [torch.optim.AdamW(trained, lr=0.01, fused=True)]
 
 
 @pytest.fixture
@@ -53,9 +54,9 @@ def engine_of(model: Any, strategy: Strategy, world: World, precision: str) -> E
                 own: Any = value.data
                 getattr(own, "_local_tensor", own).copy_((values | buffers)[name])
 
-        return FSDPEngine(model, fill, sgd, strategy, mesh, world, precision=precision)
+        return FSDPEngine(model, fill, adamw, strategy, mesh, world, precision=precision)
     assert isinstance(strategy, DDPStrategyConfig)
-    return DDPEngine(model, sgd, strategy, mesh, world, precision=precision, comm_sample_every=10)
+    return DDPEngine(model, adamw, strategy, mesh, world, precision=precision, comm_sample_every=10)
 
 
 def gradients(engine: Engine) -> list[Tensor]:

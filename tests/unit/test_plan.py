@@ -84,6 +84,19 @@ def test_a_gpu_without_bf16_does_not_fit_a_run_in_bf16(here):
     assert only(planned("training.precision=fp16-mixed", gpus="v100,4090@1gbe")).own.issue is None
 
 
+def test_fp8_needs_gpus_that_have_it_is_faster_and_holds_the_same(here):
+    fp8, bf16 = "training.precision=fp8-mixed", "training.precision=bf16-mixed"
+    compiled = ("training.torch_compile=true", "training.micro_batch_size=3")
+    compiled += ("data.seq_length=4096",)
+    found = only(planned(fp8, gpus="3090,4090@1gbe")).own.issue
+    assert found is not None and "fp8, which RTX 3090 does" in found.what
+    assert found.fix == "use training.precision: bf16-mixed"
+    quick, plain = (only(planned(of, *compiled, gpus="8xh100")).own for of in (fp8, bf16))
+    assert not quick.refused and quick.ranks[0].memory == plain.ranks[0].memory
+    assert quick.time is not None and plain.time is not None
+    assert 1.1 < plain.time.total_s / quick.time.total_s < 1.6
+
+
 @each(
     ("4090", [["RTX 4090"]], None),
     ("2x4090+3090", [["RTX 4090", "RTX 4090", "RTX 3090"]], None),

@@ -1,4 +1,4 @@
-"""Precisions by GPU: emulated bf16 is refused before the start, and TF32 is used only if set."""
+"""A precision that a device lacks is refused before the start; TF32 is used only if set."""
 
 from __future__ import annotations
 
@@ -12,23 +12,28 @@ import torch
 
 from isles.config.sections.training import TrainingConfig
 from isles.errors import UserError
+from isles.facts.gpus import GPUS, lacking
 from isles.train.products import fp32_products, keep_angles_exact, products_note
 from isles.train.strategy import check_precision
 from tests.each import each
 from tests.small_models import small_model
 
 
-def world_of(ranks: list[tuple[str, tuple[int, int]]], own: int, monkeypatch: Any) -> Any:
-    """The world of one rank; the other ranks are only told."""
+def world_of(
+    precision: str, ranks: list[tuple[str, tuple[int, int] | None]], own: int, monkeypatch: Any
+) -> Any:
+    """The world of one rank; the other ranks are only told. Without a capability: on a CPU."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: ranks[own][1])
-    old = [f"rank {rank} on {host} (GPU)" for rank, (host, _) in enumerate(ranks)]
-    told = [text if of < (8, 0) else "" for text, (_, of) in zip(old, ranks, strict=True)]
+    told = [
+        (f"rank {rank} on {host} (GPU)", lacking(precision, capability))
+        for rank, (host, capability) in enumerate(ranks)
+    ]
 
-    def gather(text: str) -> list[str]:
-        assert text == told[own]
+    def gather(given: Any) -> list[Any]:
+        assert given == told[own]
         return told
 
-    device = torch.device("cuda", 0)
+    device = torch.device("cuda", 0) if ranks[own][1] else torch.device("cpu")
     return SimpleNamespace(
         rank=own, host=ranks[own][0], device=device, device_name="GPU", gather=gather
     )
@@ -37,8 +42,8 @@ def world_of(ranks: list[tuple[str, tuple[int, int]]], own: int, monkeypatch: An
 @each(0, 1, 2)
 def test_the_oldest_gpu_decides_for_all_ranks(own, *, monkeypatch):
     ranks = [("desk", (12, 0)), ("tower", (7, 5)), ("laptop", (8, 9))]
-    world = world_of(ranks, own, monkeypatch)
     for precision in ("bf16-mixed", "bf16-true"):
+        world = world_of(precision, ranks, own, monkeypatch)
         with pytest.raises(UserError, match="rank 1 on tower") as caught:
             check_precision(precision, world)
         error = caught.value
@@ -46,13 +51,49 @@ def test_the_oldest_gpu_decides_for_all_ranks(own, *, monkeypatch):
         assert "rank 0" not in error.what and "rank 2" not in error.what
 
 
+FP8_RANKS = [
+    ([("desk", (8, 9)), ("tower", (8, 6)), ("cube", None)], "use training.precision: bf16-mixed"),
+    ([("desk", (9, 0)), ("tower", (8, 6)), ("cube", (7, 5))], "use training.precision: fp16-mixed"),
+]
+
+
+@each(*FP8_RANKS)
+def test_fp8_is_refused_below_ada_and_on_a_cpu_with_a_precision_that_all_have(
+    ranks, fix, *, monkeypatch
+):
+    for own in range(3):
+        world = world_of("fp8-mixed", ranks, own, monkeypatch)
+        with pytest.raises(UserError, match="needs fp8, which rank 1 on tower") as caught:
+            check_precision("fp8-mixed", world)
+        error = caught.value
+        assert (error.where, error.fix, error.id) == ("training.precision", fix, "gpu.precision")
+        assert "rank 2 on cube" in error.what and "rank 0" not in error.what
+        assert "8.9" in error.what
+
+
+def test_fp8_is_refused_on_amd_for_another_reason(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4.1")
+    with pytest.raises(UserError, match="was never tried on AMD GPUs, such as rank 0"):
+        check_precision("fp8-mixed", _quiet_world((9, 4), monkeypatch))
+    check_precision("bf16-mixed", _quiet_world((9, 4), monkeypatch))
+
+
+def test_the_table_of_gpus_knows_which_have_fp8():
+    sources = ("Ada", "Blackwell", "B200", "H100/H200", "L40S", "L4 ")
+    for gpu in GPUS:
+        mobile = "mobile workstations" in gpu.source
+        expected = "Ada" in gpu.name if mobile else any(word in gpu.source for word in sources)
+        assert gpu.has_fp8 == (expected or gpu.name == "L40"), gpu.name
+
+
 @each("fp16-mixed", "32-true")
 def test_other_precisions_train_on_any_gpu(precision, *, monkeypatch):
     check_precision(precision, _quiet_world((7, 5), monkeypatch))
 
 
-def test_bf16_trains_where_all_gpus_have_it(monkeypatch):
+def test_a_precision_trains_where_all_gpus_have_it(monkeypatch):
     check_precision("bf16-mixed", _quiet_world((8, 0), monkeypatch))
+    check_precision("fp8-mixed", _quiet_world((8, 9), monkeypatch))
 
 
 def _quiet_world(capability: tuple[int, int], monkeypatch: Any) -> Any:

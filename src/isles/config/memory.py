@@ -113,7 +113,7 @@ def holding_of(
         case AutoStrategy():
             raise AssertionError("a strategy is chosen first")
         case DDPStrategyConfig() if layout.tp == layout.pp == 1:
-            has_copies = config.training.precision == "bf16-mixed"
+            has_copies = config.training.precision in ("bf16-mixed", "fp8-mixed")
             return Holding(
                 gathers="copies" if has_copies else "nothing",
                 casts_whole=has_copies,

@@ -75,6 +75,15 @@ _WEIGHT_BYTES = 16.0
 _NEWTON_SCHULZ = 30.0
 """FLOPs of Muon for each weight of a square matrix, times its side: five iterations."""
 
+_FP8_SPEED = 2.0
+"""Speed of fp8 products over bf16 products, on every GPU of the table that has fp8."""
+
+_FP8_OPERANDS = 2.0
+"""Bytes that fp8 products of blocks move, over bf16 products. Bytes per number of an input, a
+weight or the gradient of an output: two of three products read it in 8 bits, and the third writes
+it in 16 (4; in bf16: 6). Its largest number is found in one reading, and it is read and written for
+each of its two layouts (8)."""
+
 _AGAIN = 1.4
 """Data that a block moves with checkpointing, which repeats the forward pass, over data without."""
 
@@ -181,6 +190,7 @@ class Work:
         launches: kernels.
         copied: bytes between the GPU and main memory, which overlap computing.
         forward_share: share of the time outside the backward pass.
+        in_fp8: part of `products` in fp8.
     """
 
     products: float
@@ -189,12 +199,14 @@ class Work:
     launches: float
     copied: float = 0.0
     forward_share: float = 1 / 3
+    in_fp8: float = 0.0
 
     def seconds(self, chip: Chip) -> float | None:
         """Seconds on a device. None: its speed is unknown."""
         if not chip.flops or not chip.bandwidth:
             return None
-        computing = self.products / (chip.flops * PRODUCT_SHARE)
+        products = self.products - self.in_fp8 * (1 - 1 / _FP8_SPEED)
+        computing = products / (chip.flops * PRODUCT_SHARE)
         computing += self.attention / (chip.flops * ATTENTION_SHARE)
         computing += self.traffic / (chip.bandwidth * BANDWIDTH_SHARE)
         if not chip.is_cuda:
@@ -208,7 +220,8 @@ def work_of(count: Count, layout: Layout, *, is_compiled: bool) -> Work:
     products, attention = forward_flops(count)
     tokens, vocab = setting.rows * setting.length, model.vocab / _ends_cut(count)
     head = (tokens * (model.hidden + vocab) + model.hidden * vocab) * setting.compute_width
-    operands = model.layers * block.operand_bytes + head
+    is_fp8 = setting.precision == "fp8-mixed"
+    in_blocks = model.layers * block.operand_bytes * (_FP8_OPERANDS if is_fp8 else 1.0)
     # Frozen weights get no gradients. Attention computes its scores again for the backward pass.
     visits = 3.0 if setting.is_whole else 2.0
     again = {"none": 0.0, "selective": model.layers * float(block.repeated_products)}.get(
@@ -218,7 +231,7 @@ def work_of(count: Count, layout: Layout, *, is_compiled: bool) -> Work:
     all_attention = attention * (4.5 if repeats_blocks else 3.5)
     passes = PASSES[is_compiled] * (1.0 if setting.checkpointing == "none" else _AGAIN)
     traffic = model.layers * block.saved_bytes * passes
-    traffic += operands * visits + (operands - head) * again / products
+    traffic += (in_blocks + head) * visits + in_blocks * again / products
     traffic += _loss_bytes(count, tokens, vocab, is_compiled=is_compiled)
     if setting.is_mixed and setting.is_whole:
         ends = count.params - model.layers * block.params
@@ -232,6 +245,7 @@ def work_of(count: Count, layout: Layout, *, is_compiled: bool) -> Work:
     if setting.checkpointing != "none":
         launches *= _AGAIN
     forward = products + attention
+    block_products = model.layers * float(block.products) * visits + again
     return Work(
         (products * visits + again) / layout.pp,
         all_attention / layout.pp,
@@ -239,6 +253,7 @@ def work_of(count: Count, layout: Layout, *, is_compiled: bool) -> Work:
         launches,
         2.0 * count.hidden.size_bytes * model.layers / layout.pp * is_offloaded,
         forward / (products * visits + again + all_attention),
+        block_products / layout.pp if is_fp8 else 0.0,
     )
 
 

@@ -18,8 +18,13 @@ from isles.facts.models import BLIND, WINDOWED
 IGNORE_INDEX = -100
 """Target value that the loss ignores, as in torch.nn.functional.cross_entropy."""
 
-MIXED_DTYPE = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
-"""Compute dtype of each mixed `training.precision` (the weights are fp32)."""
+MIXED_DTYPE = {
+    "bf16-mixed": torch.bfloat16,
+    "fp8-mixed": torch.bfloat16,
+    "fp16-mixed": torch.float16,
+}
+"""Compute dtype of each mixed `training.precision` (the weights are fp32). With fp8-mixed, it is
+the type around the fp8 products."""
 
 COMPUTE_DTYPE = MIXED_DTYPE | {"bf16-true": torch.bfloat16}
 """Compute dtype of each `training.precision`; precisions not listed compute in fp32."""

@@ -17,12 +17,49 @@ BF16_CAPABILITY = (8, 0)
 """The oldest NVIDIA compute capability whose tensor cores compute in bf16. torch emulates bf16 on
 older GPUs, 5 to 20 times slower."""
 
-BF16_FIX = "use training.precision: fp16-mixed"
+FP8_CAPABILITY = (8, 9)
+"""The oldest NVIDIA compute capability whose tensor cores compute in fp8."""
+
+_WITH_FP8 = ("B200", "H200", "H100", "L4", "RTX PRO", "RTX 4", "RTX 5")
+"""How names of Ada, Hopper and Blackwell GPUs begin. `Ada` is in the names of other Ada GPUs."""
 
 
-def emulates_bf16(precision: str, capability: tuple[int, ...]) -> bool:
-    """True if a precision needs bf16, and an NVIDIA GPU of this compute capability has none."""
-    return precision.startswith("bf16") and tuple(capability) < BF16_CAPABILITY
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """Why a device does not suit a `training.precision`.
+
+    Args:
+        what: the sentence after the name of the precision. `{}` is the device.
+        limit: the oldest compute capability that suits, such as `sm_80`.
+        fix: for the user.
+    """
+
+    what: str
+    limit: str
+    fix: str
+
+
+def lacking(
+    precision: str, capability: tuple[int, ...] | None, *, is_nvidia: bool = True
+) -> Lack | None:
+    """Why a device does not suit a precision, or None if it does.
+
+    Args:
+        capability: compute capability of the GPU. None: a CPU.
+    """
+    is_old = is_nvidia and capability is not None and tuple(capability) < BF16_CAPABILITY
+    fix = f"use training.precision: {'fp16-mixed' if is_old else 'bf16-mixed'}"
+    if precision.startswith("bf16") and is_old:
+        what = "needs bf16, which {} does not have. torch emulates it, 5 to 20 times slower"
+        return Lack(what, "sm_80", fix)
+    if not precision.startswith("fp8"):
+        return None
+    if not is_nvidia:
+        return Lack("was never tried on AMD GPUs, such as {}", "sm_89", fix)
+    if capability is None or tuple(capability) < FP8_CAPABILITY:
+        what = "needs fp8, which {} does not have. NVIDIA GPUs have it from compute capability 8.9 "
+        return Lack(what + "on, such as L4, RTX 4090 and H100", "sm_89", fix)
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +98,22 @@ class Gpu:
                 return max(self.fp32_flops, self.bf16_flops / 2)
             case _:
                 return self.fp32_flops
+
+    @property
+    def has_fp8(self) -> bool:
+        """True if its tensor cores compute in fp8, at twice the speed of bf16."""
+        return self.name.startswith(_WITH_FP8) or " Ada" in self.name
+
+    @property
+    def is_nvidia(self) -> bool:
+        return not self.name.startswith("MI")
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The oldest compute capability that has the number formats of this GPU."""
+        if self.has_fp8:
+            return FP8_CAPABILITY
+        return BF16_CAPABILITY if self.has_bf16 else (0, 0)
 
 
 def _gpu(

@@ -6,6 +6,7 @@ converts a name to its form in the model's own files.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import logging
 import warnings
@@ -44,17 +45,23 @@ def import_peft(adapter: AdapterConfig) -> Any:  # an untyped library
     """
     if missing := missing_package(adapter):
         raise missing
-    # peft imports torchao, which warns of each CUDA library that it cannot load.
+    with quiet_imports():  # peft imports torchao
+        import peft
+    return peft
+
+
+@contextlib.contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Within this context, torchao does not warn of each CUDA library that it cannot load."""
     noisy = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree", "DeepSpeed")]
     levels = [logger.level for logger in noisy]
     for logger in noisy:
         logger.setLevel(logging.CRITICAL)
     try:
-        import peft
+        yield
     finally:
         for logger, level in zip(noisy, levels, strict=True):
             logger.setLevel(level)
-    return peft
 
 
 def add_adapter(model: Any, adapter: AdapterConfig, *, dtype: torch.dtype, name: str) -> None:

@@ -27,7 +27,7 @@ from isles.config.rules.shape import check_shape
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import AutoStrategy, DDPStrategyConfig
 from isles.errors import ConfigError
-from isles.facts.gpus import BF16_FIX
+from isles.facts.gpus import lacking
 from isles.facts.memory.architecture import Architecture
 from isles.facts.memory.result import StepMemory
 from isles.facts.memory.setting import usable_bytes
@@ -189,7 +189,8 @@ def outcome(job: Job, config: RunConfig | None = None) -> Outcome:
         strategy, _ = chosen(job, config)
         config = config.model_copy(update={"strategy": strategy})
     world, local = len(job.machines.devices), job.machines.local_world_size
-    issues = [*check_rules(config), *check_shape(config, job.shape), *_check_bf16(job, config)]
+    issues = [*check_rules(config), *check_shape(config, job.shape)]
+    issues += _check_precision(job, config)
     if issues:
         return Outcome(config, strategy, None, issue=issues[0])
     try:
@@ -214,18 +215,21 @@ def outcome(job: Job, config: RunConfig | None = None) -> Outcome:
 def is_compiled(job: Job, config: RunConfig) -> bool:
     """True if the run's blocks are compiled."""
     gpus = [device.gpu for device in job.machines.devices]
-    # The names of AMD's GPUs begin with MI.
-    can = all(gpu is not None and gpu.has_bf16 and gpu.name[:2] != "MI" for gpu in gpus)
+    can = all(gpu is not None and gpu.has_bf16 and gpu.is_nvidia for gpu in gpus)
     return compiles(config, COMPILES_FROM if can else None, config.training.max_steps)
 
 
-def _check_bf16(job: Job, config: RunConfig) -> Iterator[Issue]:
-    # GPUs that would emulate the precision of the run.
-    gpus = [device.gpu for device in job.machines.devices if device.gpu is not None]
-    old = sorted({gpu.name for gpu in gpus if not gpu.has_bf16})
-    if old and config.training.precision.startswith("bf16"):
-        text = f"{config.training.precision} needs bf16, which {' and '.join(old)} does not have"
-        yield Issue(("training.precision",), text, BF16_FIX)
+def _check_precision(job: Job, config: RunConfig) -> Iterator[Issue]:
+    # Devices that do not have the precision of the run. A GPU without a row may have it.
+    precision = config.training.precision
+    devices = [device for device in job.machines.devices if device.gpu or not device.is_cuda]
+    for gpu in sorted({x.gpu for x in devices}, key=lambda gpu: gpu.capability if gpu else (99, 0)):
+        capability = gpu.capability if gpu else None
+        lack = lacking(precision, capability, is_nvidia=gpu is None or gpu.is_nvidia)
+        if lack is not None:
+            what = f"{precision} {lack.what.format(gpu.name if gpu else 'the CPU')}"
+            yield Issue(("training.precision",), what, lack.fix)
+            return
 
 
 def chosen(job: Job, config: RunConfig) -> tuple[Strategy, str]:

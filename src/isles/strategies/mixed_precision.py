@@ -30,7 +30,7 @@ class MixedPrecision:
 
     def __init__(self, model: nn.Module, precision: str, device: torch.device) -> None:
         self._dtype, self._kind = MIXED_DTYPE.get(precision), device.type
-        self._has_copies = precision == "bf16-mixed"
+        self._has_copies = self._dtype is torch.bfloat16
         self._groups = _groups(model) if self._has_copies else []
         self._waiting: dict[nn.Module, tuple[Tensor, ...]] = {}
         """Copies of the modules that have not run in this micro-batch, without gradients yet."""

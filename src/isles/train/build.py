@@ -259,8 +259,12 @@ def _make_model(
     use_attention(model, mesh, world.device, config.training)
     if config.training.tf32:
         keep_angles_exact(model)
+    names = getattr(strategy, "transformer_layer_cls_to_wrap", ())
+    if config.training.precision == "fp8-mixed":
+        from isles.train.fp8 import use_fp8  # torchao takes seconds to import
+
+        use_fp8(model, config.training, names)
     if config.training.torch_compile is True:
-        names = getattr(strategy, "transformer_layer_cls_to_wrap", ())
         compile_blocks(model, names)
     log.info(
         "model=%s parameters=%d trained=%d ranks=%d threads=%d",

@@ -89,6 +89,7 @@ def measure_curve(
             dtype=COMPUTE_DTYPE.get(training.precision),
             is_compiled=training.torch_compile is True,
         )
+        # In bf16 with fp8-mixed too: it needs the same memory, and uncompiled fp8 would be slow.
         return Training(probe, config, device)
 
     probe = Probe(

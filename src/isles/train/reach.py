@@ -56,10 +56,6 @@ def adapter_notes(
     )
 
 
-def _tokens(training: Dataset) -> list[int]:
-    # The tokens that the first samples read or train on, without padding.
-    count = min(_SAMPLES, training.num_samples)
-    # Read lengths first, so that a stream keeps the segments of all these samples. Reading the
 def balance_notes(config: ModelConfig, model: Any, coefficient: float) -> Iterator[str]:
     """Warnings for the user about a mixture from scratch whose experts nothing balances."""
     if coefficient == 0 and config.router_aux_loss_coef is None:
@@ -70,6 +66,10 @@ def balance_notes(config: ModelConfig, model: Any, coefficient: float) -> Iterat
         )
 
 
+def _tokens(training: Dataset) -> list[int]:
+    # The tokens that the first samples read or train on, without padding.
+    count = min(_SAMPLES, training.num_samples)
+    # Read lengths first, so that a stream keeps the segments of all these samples. Reading the
     # samples one at a time would drop the segments.
     lengths = training.lengths(np.arange(count)).reshape(-1)
     rows = training.rows(np.arange(count))

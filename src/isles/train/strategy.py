@@ -34,7 +34,7 @@ from isles.dist.batch import COMPUTE_DTYPE
 from isles.dist.mesh import Mesh, make_mesh
 from isles.dist.world import World, gpu_bytes
 from isles.errors import UserError
-from isles.facts.gpus import BF16_FIX, emulates_bf16, find_gpu
+from isles.facts.gpus import find_gpu, lacking
 from isles.facts.memory.layers import work
 from isles.models.attention import check_attention, use_maskless_attention
 from isles.models.routers import find_routers
@@ -63,26 +63,27 @@ def check_devices(config: RunConfig, world: World) -> None:
 
 
 def check_precision(precision: str, world: World) -> None:
-    """Refuse bf16 if a rank's GPU only emulates it. All ranks must call this.
+    """Refuse a precision that a rank's device does not have. All ranks must call this.
 
-    The rank with the oldest GPU decides, because all ranks must compute alike.
+    The rank with the oldest device decides, because all ranks must compute alike.
 
     Raises:
         UserError: names these ranks, the same on every rank.
     """
-    device, own = world.device, ""
-    if device.type == "cuda" and torch.version.hip is None:
-        capability = torch.cuda.get_device_capability(device)
-        if emulates_bf16(precision, capability):
-            own = f"rank {world.rank} on {world.host} ({world.device_name})"
-    without = [text for text in world.gather(own) if text]
-    if without:
-        more = f" and {len(without) - 3} more" if len(without) > 3 else ""
+    device, is_nvidia = world.device, torch.version.hip is None
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    own = lacking(precision, capability, is_nvidia=is_nvidia)
+    name = f"rank {world.rank} on {world.host} ({world.device_name})"
+    found = [(where, lack) for where, lack in world.gather((name, own)) if lack is not None]
+    if found:
+        where = ", ".join(name for name, _ in found[:3])
+        where += f" and {len(found) - 3} more" if len(found) > 3 else ""
+        # The fix of the oldest GPU is a precision that all devices have.
+        least = max((lack for _, lack in found), key=lambda lack: "fp16" in lack.fix)
         raise UserError(
-            f"training.precision {precision} needs bf16, which the GPU of {', '.join(without[:3])}"
-            f"{more} does not have; torch would emulate it, 5 to 20 times slower",
+            f"training.precision {precision} {least.what.format(where)}",
             where="training.precision",
-            fix=BF16_FIX,
+            fix=least.fix,
             id="gpu.precision",
         )
 

@@ -17,7 +17,7 @@ from isles.check.finding import Finding
 from isles.check.plan import Answers, Hosts, NodePlan
 from isles.config.scratch import scratch_folder
 from isles.config.sections.cluster import NetworkConfig
-from isles.facts.gpus import BF16_FIX, emulates_bf16
+from isles.facts.gpus import lacking
 from isles.facts.units import format_bytes
 from isles.launch.answers import parse_answer
 from isles.launch.ssh.environment import network_variables
@@ -170,7 +170,7 @@ def torch_findings(plan: NodePlan, ranks: list[dict[str, Any]]) -> Iterator[Find
         yield _visible(plan, where, ranks[0])
         text = f"a kernel ran on {where}, with the right result"
         yield Finding("gpu.kernel", "ok", plan.name, text)
-        yield from _without_bf16(plan, ranks)
+    yield from _lacking(plan, ranks if plan.device == "cuda" else ranks[:1])
 
 
 def _visible(plan: NodePlan, where: str, first: dict[str, Any]) -> Finding:
@@ -183,16 +183,17 @@ def _visible(plan: NodePlan, where: str, first: dict[str, Any]) -> Finding:
     return Finding("gpu.visible", "warning", plan.name, text, "ROCm", "CUDA", fix)
 
 
-def _without_bf16(plan: NodePlan, ranks: list[dict[str, Any]]) -> Iterator[Finding]:
-    # GPUs that would emulate the precision of the run.
+def _lacking(plan: NodePlan, ranks: list[dict[str, Any]]) -> Iterator[Finding]:
+    # Devices that do not have the precision of the run.
     precision = "" if plan.run is None else plan.run["config"]["training"]["precision"]
     for index, own in enumerate(ranks):
-        if own.get("is_nvidia", True) and emulates_bf16(precision, own["capability"]):
-            major, minor = own["capability"]
-            text = f"GPU {index}, {own['gpu']}, has no bf16, which training.precision {precision} "
-            text += "needs. torch emulates it, 5 to 20 times slower"
-            measured = f"sm_{major}{minor}"
-            yield Finding("gpu.precision", "error", plan.name, text, measured, "sm_80", BF16_FIX)
+        capability = own.get("capability")
+        lack = lacking(precision, capability, is_nvidia=own.get("is_nvidia", True))
+        if lack is not None:
+            device = f"GPU {index}, {own['gpu']}," if capability else "the CPU"
+            text = f"training.precision {precision} {lack.what.format(device)}"
+            measured = f"sm_{capability[0]}{capability[1]}" if capability else "a CPU"
+            yield Finding("gpu.precision", "error", plan.name, text, measured, lack.limit, lack.fix)
 
 
 def _failure(plan: NodePlan, index: int, own: dict[str, Any]) -> Finding:

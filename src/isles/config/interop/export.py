@@ -139,6 +139,8 @@ def fsdp_json(loaded: Loaded) -> tuple[Json, list[str]]:
     notes = ["for the Trainer: TrainingArguments(fsdp=True, fsdp_config=FILE, ...)"]
     if config.training.precision == "bf16-mixed":
         notes.append("training.precision bf16-mixed is TrainingArguments(bf16=True)")
+    if config.training.precision == "fp8-mixed":
+        notes.append("training.precision fp8-mixed is mixed_precision: fp8 of Accelerate")
     if config.training.precision == "fp16-mixed":
         notes.append("training.precision fp16-mixed is TrainingArguments(fp16=True)")
     if (kind := config.training.gradient_checkpointing) in ("selective", "offload"):

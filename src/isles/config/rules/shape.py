@@ -57,6 +57,7 @@ def check_shape(config: RunConfig, shape: Shape) -> list[Issue]:
     """
     issues = [*_length(config, shape), *_isolation(config, shape), *_long_rope(config, shape)]
     issues += _attention(config, shape)
+    issues += _experts(config, shape)
     strategy = config.strategy
     if isinstance(strategy, MeshSection):
         issues += _tensor_parallel(strategy, shape)
@@ -82,6 +83,18 @@ def _attention(config: RunConfig, shape: Shape) -> Iterator[Issue]:
     if config.model.attn_implementation == "sdpa" and kind in EAGER:
         what = f"model_type {kind} does not support attn_implementation sdpa"
         yield Issue(keys, what, "set model.attn_implementation: eager")
+
+
+def _experts(config: RunConfig, shape: Shape) -> Iterator[Issue]:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    counts = [number for name in names if (number := _number(shape, name)) is not None]
+    if config.training.precision == "fp8-mixed" and max(counts, default=0) > 1:
+        yield Issue(
+            ("training.precision", "model.name_or_path"),
+            f"fp8-mixed was never tried with mixtures of experts, and the model has {max(counts)} "
+            "experts per layer",
+            "use precision: bf16-mixed",
+        )
 
 
 def _isolation(config: RunConfig, shape: Shape) -> Iterator[Issue]:

@@ -38,6 +38,8 @@ def strategy_rules(config: RunConfig) -> Iterator[Issue]:
 def _rules(config: RunConfig) -> Iterator[Issue]:
     strategy = config.strategy
     yield from idle_keys(config, "strategy")
+    if config.training.precision == "fp8-mixed":
+        yield from _fp8(config)
     if isinstance(strategy, MeshSection):
         yield from _context_parallel(config, strategy)
         yield from _pipeline(config, strategy)
@@ -45,6 +47,29 @@ def _rules(config: RunConfig) -> Iterator[Issue]:
         yield from _ddp(config, strategy)
     if isinstance(strategy, DeepSpeedStrategyConfig):
         yield from _deepspeed(config, strategy)
+
+
+def _fp8(config: RunConfig) -> Iterator[Issue]:
+    strategy, untried = config.strategy, dict[str, str]()
+    if isinstance(strategy, DeepSpeedStrategyConfig):
+        untried["strategy deepspeed"] = "strategy.kind"
+    for name in ("tp_size", "pp_size"):
+        if (size := getattr(strategy, name, 1)) > 1:
+            untried[f"{name} {size}"] = f"strategy.{name}"
+    for what, key in untried.items():
+        yield Issue(
+            (key, "training.precision"),
+            f"fp8-mixed was never tried with {what}",
+            "use precision: bf16-mixed",
+        )
+    # The gradient of a weight is a product over tokens, and fp8 kernels need multiples of 16.
+    unit, length = 16 * getattr(strategy, "cp_size", 1), config.data.seq_length
+    if length % unit:
+        yield Issue(
+            ("data.seq_length", "training.precision"),
+            f"fp8-mixed needs a multiple of {unit} tokens per row, and seq_length is {length}",
+            f"use data.seq_length: {nearest_multiples(length, unit)}, or precision: bf16-mixed",
+        )
 
 
 def _context_parallel(config: RunConfig, strategy: MeshSection) -> Iterator[Issue]:

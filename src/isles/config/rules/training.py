@@ -19,6 +19,7 @@ def training_rules(config: RunConfig) -> Iterator[Issue]:
     yield from _batch(config.training)
     yield from _optimizer(config)
     yield from _compile(config.training)
+    yield from _fp8(config)
     yield from _dpo(config)
     yield from _trackers(config)
     checkpoint = config.checkpoint
@@ -154,6 +155,38 @@ def _compile(training: TrainingConfig) -> Iterator[Issue]:
             ("training.torch_compile", "training.gradient_checkpointing"),
             "torch_compile does not work with gradient_checkpointing offload",
             "set torch_compile: auto, or gradient_checkpointing: full",
+        )
+
+
+def _fp8(config: RunConfig) -> Iterator[Issue]:
+    training, adapter = config.training, config.adapter
+    if training.precision != "fp8-mixed":
+        return
+    values = {
+        "adapter.type": (adapter.type, "none"),
+        "training.method": (training.method, "causal_lm"),
+    }
+    for key, (value, tried) in values.items():
+        if value == tried:
+            continue
+        yield Issue(
+            (key, "training.precision"),
+            f"fp8-mixed was never tried with {key} {value}",
+            "use precision: bf16-mixed",
+        )
+    if training.torch_compile is False:
+        yield Issue(
+            ("training.torch_compile", "training.precision"),
+            "fp8-mixed without torch_compile is slower than bf16-mixed: each step of a cast to fp8 "
+            "is then a kernel",
+            "set torch_compile: auto, or precision: bf16-mixed",
+        )
+    if training.gradient_checkpointing == "offload":
+        yield Issue(
+            ("training.gradient_checkpointing", "training.precision"),
+            "fp8-mixed needs torch_compile, which does not work with gradient_checkpointing "
+            "offload",
+            "use gradient_checkpointing: full, or precision: bf16-mixed",
         )
 
 

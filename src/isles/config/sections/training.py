@@ -16,7 +16,7 @@ from isles.facts.gpus import Products
 PositiveInt = Annotated[int, Field(ge=1, le=10**12)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
-Precision = Literal["32-true", "bf16-mixed", "fp16-mixed", "bf16-true"]
+Precision = Literal["32-true", "bf16-mixed", "fp16-mixed", "fp8-mixed", "bf16-true"]
 Scheduler = Literal["constant", "linear", "cosine", "wsd"]
 OptimizerName = Literal["adamw", "adamw_8bit", "sgd", "muon"]
 
@@ -105,8 +105,10 @@ class TrainingConfig(Section):
 
     precision: Precision = "bf16-mixed"
     """bf16-mixed: fp32 weights and bf16 matmuls. fp16-mixed: the same with fp16 and a loss scaler.
-    bf16-true: bf16 weights, which need the least memory. 32-true: fp32 weights and matmuls, without
-    tensor cores unless tf32 is true."""
+    bf16-true: bf16 weights, which need the least memory. fp8-mixed: as bf16-mixed, with fp8 matmuls
+    in the blocks, on NVIDIA GPUs from compute capability 8.9 on. isles never ran it on a GPU. It
+    needs `pip install 'isles[torchao]'`. 32-true: fp32 weights and matmuls, without tensor cores
+    unless tf32 is true."""
 
     tf32: bool = False
     """Multiply fp32 matrices in TF32, with the range of fp32 and the 10 mantissa bits of fp16, on
@@ -133,7 +135,7 @@ class TrainingConfig(Section):
     """Compile the model's blocks with torch.compile, for a slower start and faster steps. auto
     compiles on NVIDIA GPUs from compute capability 8.0 on, if all rows have one length (packed
     data) and the run has at least 300 steps; never with pp_size above 1, deepspeed, qlora or DoRA.
-    true also pads each row to seq_length."""
+    auto always compiles with fp8-mixed. true also pads each row to seq_length."""
 
     logging_steps: PositiveInt = 10
     """Steps between two records of loss, speed and memory."""
@@ -166,17 +168,23 @@ class WatchdogConfig(Section):
 
 
 def needs_torchao(training: TrainingConfig) -> bool:
-    """True if the run uses an optimizer of torchao."""
-    return training.optimizer == "adamw_8bit" or training.stochastic_rounding
+    """True if the run uses an optimizer or the fp8 products of torchao."""
+    return (
+        training.optimizer == "adamw_8bit"
+        or training.stochastic_rounding
+        or training.precision == "fp8-mixed"
+    )
 
 
 def missing_torchao(training: TrainingConfig) -> MissingDependencyError | None:
-    """The error to raise if the optimizer needs torchao and torchao is not installed."""
+    """The error to raise if the run needs torchao and torchao is not installed."""
     if not needs_torchao(training):
         return None
     key, value = "stochastic_rounding", "true"
     if training.optimizer == "adamw_8bit":
         key, value = "optimizer", "adamw_8bit"
+    elif training.precision == "fp8-mixed":
+        key, value = "precision", "fp8-mixed"
     return not_installed("torchao", f"{key}: {value}", f"training.{key}", "torchao")
 
 
