@@ -33,6 +33,7 @@ from isles.run.upload import Uploader
 from isles.strategies.base import Engine
 from isles.train.balance import make_balancer, watch_speed
 from isles.train.compiled import compile_blocks, resolve_compile
+from isles.train.cut import PipelineCut, cut_pipeline
 from isles.train.data import make_data
 from isles.train.length import run_length
 from isles.train.metrics import StepMeter
@@ -83,14 +84,13 @@ def build(
     """Build every part, and load the state of a checkpoint. All ranks must call this."""
     config = resolved.config
     check_devices(config, world)
-    data = make_data(config, run_dir, world, recorder, resume_from, disks)
-    tokenizer, training, validation = data
+    tokenizer, training, held_out = make_data(config, run_dir, world, recorder, resume_from, disks)
     total_steps, epochs = run_length(resolved, training, resume_from, recorder.note)
-    config = resolve_compile(config, world, total_steps, (training, validation))
+    config = resolve_compile(config, world, total_steps, (training, held_out))
     resolved = replace(resolved, config=config)
     recorder.phase("building model")
     base = agree_on_base(config, world, resume_from)
-    strategy, mesh, balancer, engine, model_size = _make_engine(
+    strategy, mesh, balancer, engine, model_size, cut = _make_engine(
         config, run_dir, world, recorder, tokenizer, resume_from
     )
     if resume_from is None and world.is_main:
@@ -99,7 +99,7 @@ def build(
         # The scores need the run's first weights, so they come before any checkpoint is loaded.
         score = functools.partial(score_reference, engine, mesh, world, recorder, run_dir)
         score("training", training, pairs_read(config, total_steps, epochs), balancer.even_size)
-        score("validation", validation, config.training.eval_samples, balancer.even_size)
+        score("validation", held_out, config.training.eval_samples, balancer.even_size)
     exchange = _make_exchange(config, engine, world, run_dir, recorder, resume_from)
     progress = _take_over(engine, resume_from, config, run_dir, world, disks, recorder, exchange)
     samples = _begin(exchange, progress, resume_from)
@@ -121,7 +121,7 @@ def build(
         tokenizer=tokenizer,
         engine=engine,
         loader=loader,
-        validation=validation,
+        validation=held_out,
         progress=progress,
         agreement=Agreement(world, signals, config, progress.elapsed_s),
         meter=meter,
@@ -131,6 +131,7 @@ def build(
         training=training,
         base=base,
         vocab_size=model_size.vocab_size,
+        cut=cut,
     )
     if exchange is not None:
         from isles.outer.trainer.build import join_clusters
@@ -173,7 +174,10 @@ def _note(
     # Lines shown to the user at the start of a new run.
     lines = deepspeed_notes(config)
     if config.adapter.type != "none":
-        lines += adapter_notes(config, engine.model, tokenizer, training)
+        # Each of several stages has the names of the whole model.
+        stages = engine.model
+        model = stages[0] if isinstance(stages, nn.ModuleList) else stages
+        lines += adapter_notes(config, model, tokenizer, training)
     for line in lines:
         recorder.note(line)
 
@@ -197,6 +201,7 @@ def _make_meter(
         rows=max(1, *rows),
         micro_batches=count,
         gpu_bytes=gpu_bytes(world.device),
+        pp_rank=mesh.place.pp,
     )
     return StepMeter(world, model.flops_per_token, memory.peak.total)
 
@@ -208,8 +213,8 @@ def _make_engine(
     recorder: Recorder,
     tokenizer: Any,
     resume_from: CheckpointInfo | None,
-) -> tuple[Strategy, Mesh, Balancer, Engine, ModelSize]:
-    # The model inside its strategy's engine, and its size.
+) -> tuple[Strategy, Mesh, Balancer, Engine, ModelSize, PipelineCut | None]:
+    # The model inside its strategy's engine, its size, and the cut of a pipeline.
     manifest = {} if resume_from is None else resume_from.manifest
     make = functools.partial(empty_model, config, tokenizer)
     strategy, why = resolve_strategy(config, world, make, manifest)
@@ -218,14 +223,16 @@ def _make_engine(
     model = _make_model(config, strategy, mesh, world, tokenizer)
     # Before the model is sharded.
     size = ModelSize.of(model, config.data.seq_length)
+    mesh, cut = cut_pipeline(model, config, strategy, mesh, world, manifest)
     balancer = make_balancer(model, config, strategy, mesh, world, run_dir, recorder, resume_from)
     optimizers = functools.partial(make_optimizers, config.training, seed=config.seed)
     fill = functools.partial(fill_model, config=config.model, seed=config.seed)
     engine = make_engine(strategy, model, fill, optimizers, mesh, world, config)
-    watch_speed(balancer, engine.model, config, world)
+    is_pipeline = cut is not None and config.balance == "auto"
+    watch_speed(balancer, engine.model, config, world, is_pipeline=is_pipeline)
     if world.is_main:
         keep_base(config, run_dir)
-    return strategy, mesh, balancer, engine, size
+    return strategy, mesh, balancer, engine, size, cut
 
 
 def _make_model(
