@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from isles.dist.world import World
+    from isles.run.checkpoints import CheckpointInfo
     from isles.run.paths import RunDir
     from isles.train.parts import Parts
 
@@ -104,7 +105,9 @@ class Interleaved(BetweenSteps):
 
 @contextmanager
 def training(
-    run_dir: RunDir, joined: Callable[[World], None] = lambda world: None
+    run_dir: RunDir,
+    joined: Callable[[World], None] = lambda world: None,
+    resume_from: CheckpointInfo | None = None,
 ) -> Iterator[Parts]:
     """The parts of a training as isles' worker builds them; at the block's end they are closed.
 
@@ -113,6 +116,7 @@ def training(
     Args:
         run_dir: the run directory.
         joined: called when the ranks have met, before anything is built.
+        resume_from: the checkpoint to begin with. None: a new run.
     """
     from isles.dist.files import find_disks
     from isles.dist.world import join_world, leave_world
@@ -128,7 +132,7 @@ def training(
     world = join_world(env, device=resolved.device, timeout_s=timeout_s)
     joined(world)
     disks = find_disks(world, run_dir.path)
-    parts = build(resolved, run_dir, world, recorder, signals, None, disks, 1)
+    parts = build(resolved, run_dir, world, recorder, signals, resume_from, disks, 1)
     signals.training_begins()
     yield parts
     parts.close(is_over=True)

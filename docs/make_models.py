@@ -132,7 +132,7 @@ isles accepts only types with a "yes". `config.json` has the `model_type` of a m
 """
 
 LIMITS = """\
-`cp_size` and `pp_size` do not support sliding windows. The model limits the
+`cp_size` does not support sliding windows. The model limits the
 sizes ([Rules between keys](run-file.md#rules-between-keys)). For a type without a "yes"
 for separate documents, set `data.packing: false` or `data.isolate_documents: false`.
 

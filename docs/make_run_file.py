@@ -113,8 +113,8 @@ them:
 - `data.seq_length` is at most the model's `max_position_embeddings`.
 - `tp_size` divides the model's attention heads, key-value heads and `intermediate_size`. With
   `cp_method: ulysses`, `cp_size` divides the key-value heads of each tensor-parallel rank.
-- With `pp_size`, the model has a layer for every stage, and a separate output head
-  (no `tie_word_embeddings`).
+- With `pp_size`, the model has a layer for every stage. With `tp_size` too, it has a separate
+  output head (no `tie_word_embeddings`).
 - `tp_size`, `cp_size` and `pp_size` need a [model type](models.md#models-that-train) that supports
   them. `fsdp` without these keys, and `deepspeed`, can shard any model.
 - With rotary scaling of type `longrope`, `data.seq_length` is at most the model's

@@ -60,10 +60,19 @@ def base(run_file: Path, tiny_model: Path) -> Path:
 
 @pytest.mark.brief("fsdp")
 @pytest.mark.parametrize(
-    "names", [("fsdp",), ("ddp", "cp", "tp", "copies"), ("zero1", "zero2", "zero3")], ids=" ".join
+    "names",
+    [
+        ("fsdp",),
+        ("ddp", "cp", "tp", "copies"),
+        ("zero1", "zero2", "zero3"),
+        ("pp", "fsdp-pp", "zbv", "interleaved"),
+    ],
+    ids=" ".join,
 )
 def test_every_strategy_trains_the_adapter_of_one_process(run_file, base, names):
     """After 20 steps, with unequal rows and recomputed activations where that is possible."""
+    if "zbv" in names:
+        give_weights(run_file, num_hidden_layers=4)
     reference = train(run_file, 1, *LORA)
     assert all(".lora_" in name for name in weights_of(reference))
     losses = figures_of(reference)
@@ -75,9 +84,20 @@ def test_every_strategy_trains_the_adapter_of_one_process(run_file, base, names)
         check(run_file, reference, 2, STRATEGIES[name], *options)
 
 
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_stage_may_have_nothing_to_train(run_file: Path, base: Path, last: int) -> None:
+    """Its neighbor has the only adapters: of the first layer, or of the last."""
+    only = (f"adapter.target_modules=[layers.{last}.self_attn.q_proj,layers.{last}.mlp.up_proj]",)
+    reference = train(run_file, 1, *LORA, *only)
+    assert all(f".layers.{last}." in name for name in weights_of(reference))
+    for name in ("pp", "fsdp-pp"):
+        options = ("training.gradient_checkpointing=full",) if name == "pp" else ()
+        check(run_file, reference, 2, STRATEGIES[name], *LORA, *only, *options)
+
+
 @pytest.mark.long
 def test_any_strategy_goes_on_from_any_other(run_file: Path, base: Path) -> None:
-    links = [("ddp", 2), ("fsdp", 2), ("zero3", 2), ("ddp", 1)]
+    links = [("ddp", 2), ("pp", 2), ("fsdp", 2), ("zero3", 2), ("ddp", 1)]
     check_chain(run_file, [(STRATEGIES[name], ranks) for name, ranks in links], *LORA)
 
 
@@ -138,6 +158,7 @@ EXPORTS = {
     "whole": ("ddp", ("adapter.modules_to_save=[lm_head,norm]",)),
     "dora": ("zero3", ("adapter.use_dora=true", "adapter.target_modules=[q_proj,lm_head]")),
     "rslora": ("fsdp", ("adapter.use_rslora=true", "adapter.target_modules=[embed_tokens,v_proj]")),
+    "stages": ("pp", ("adapter.use_dora=true", "adapter.modules_to_save=[lm_head]")),
     "cut": ("fsdp", ("adapter.use_dora=true", "adapter.modules_to_save=[embed_tokens,lm_head]")),
 }
 

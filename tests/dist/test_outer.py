@@ -129,6 +129,7 @@ CASES: dict[int, dict[str, tuple[str, str, tuple[str, ...]]]] = {
         "fsdp": ("{kind: fsdp}", "int8", ("training.optimizer=muon",)),
         "fsdp-bf16": ("{kind: fsdp}", "bf16", ("training.precision=bf16-true",)),
         "fsdp-lora": ("{kind: fsdp}", "topk", LORA),
+        "pp": ("{kind: ddp, pp_size: 2}", "int8", ()),
         "zero1": ("{kind: deepspeed, zero_stage: 1}", "int8", ()),
         "zero2": ("{kind: deepspeed, zero_stage: 2}", "topk:0.1", BF16_MIXED),
         "zero3": ("{kind: deepspeed, zero_stage: 3}", "int4", ()),
@@ -136,6 +137,7 @@ CASES: dict[int, dict[str, tuple[str, str, tuple[str, ...]]]] = {
     4: {
         "hsdp": ("{kind: fsdp, sharding_strategy: HYBRID_SHARD, shard_size: 2}", "int8", ()),
         "fsdp-tp": ("{kind: fsdp, tp_size: 2}", "topk", ()),
+        "fsdp-pp": ("{kind: fsdp, pp_size: 2}", "int4", BF16_MIXED),
     },
 }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,13 @@ from isles.dist.world import join_world
 from isles.errors import CommunicationError, UserError
 from isles.facts.memory.architecture import Architecture
 from isles.facts.memory.layers import assign_layers, work
-from isles.facts.models import PIPELINE
+from isles.facts.models import PIPELINE, WINDOWED
 from isles.models.attention import use_maskless_attention
 from isles.run.env import RankEnv
 from isles.strategies import fused_loss
 from isles.strategies.fused_loss import loss_of_logits
 from isles.strategies.pipeline.stages import Inputs, MicroBatches, check_model, cut_stage
+from isles.strategies.pipeline.waiting import Waiting
 from isles.strategies.sequence import whole
 from tests.dist.test_same_mathematics import (
     TOLERANCE,
@@ -35,6 +38,7 @@ from tests.dist.test_same_mathematics import (
     figures_of,
     largest_difference,
     model_with,
+    weights_of,
 )
 from tests.each import each
 from tests.engines import engine_of, fake_run
@@ -70,6 +74,13 @@ CASES = (
     (4, "kind: fsdp, pp_size: 4", 2),
 )
 SHORT = CASES[6:7]
+TIED = (
+    (2, "kind: ddp, pp_size: 2", 2),
+    (4, "kind: fsdp, pp_size: 2", 2),
+    (3, "kind: ddp, pp_size: 3", 2, 'balance={"0": 1, "1": 2, "2": 1}'),
+    (2, "kind: fsdp, pp_size: 2, pp_schedule: zbv", 2),
+    (2, "kind: ddp, pp_size: 2, pp_schedule: interleaved-1f1b", 4),
+)
 
 
 @pytest.mark.brief("short")
@@ -83,6 +94,47 @@ def test_a_pipeline_learns_what_one_process_learns(five_layers, cases):
         assert largest_difference(reference, run_dir) < TOLERANCE, (ranks, strategy, micro)
         evaluations = figures_of(reference, kind="eval")
         assert figures_of(run_dir, kind="eval") == pytest.approx(evaluations, rel=1e-4)
+
+
+@pytest.mark.brief("short")
+@pytest.mark.parametrize("cases", [TIED[:1], TIED[1:]], ids=["short", "others"])
+def test_a_tied_head_is_one_weight_on_two_stages(five_layers, cases):
+    """Its gradients of both stages add up, and its copies stay equal, bit for bit."""
+    model_with(five_layers, tie_word_embeddings=True)
+    reference = train(five_layers, 1, "training.micro_batch_size=12")
+    names = ("model.model.embed_tokens.weight", "model.lm_head.weight")
+    for ranks, strategy, micro, *balance in cases:
+        size = f"training.micro_batch_size={micro}"
+        run_dir = train(five_layers, ranks, f"strategy={{{strategy}}}", size, *balance, resume="no")
+        assert largest_difference(reference, run_dir) < TOLERANCE, (ranks, strategy)
+        state = weights_of(run_dir)
+        assert state.keys() == weights_of(reference).keys()
+        assert torch.equal(state[names[0]], state[names[1]])
+        assert figures_of(run_dir, "grad_norm") == pytest.approx(
+            figures_of(reference, "grad_norm"), rel=1e-3
+        )
+
+
+def test_a_rank_waits_outside_its_stages(five_layers):
+    clock = iter([0.0, 1.0, 3.0, 5.0, 6.0, 10.0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "perf_counter", lambda: next(clock))
+        waiting = Waiting(torch.device("cpu"))
+        assert waiting.seconds() is None
+        with waiting.step():  # from 0 to 10
+            with waiting.computing():  # from 1 to 3
+                pass
+            with waiting.computing():  # from 5 to 6
+                pass
+        assert waiting.seconds() == 7.0
+    options = (
+        "strategy={kind: ddp, pp_size: 2}",
+        "training.max_steps=3",
+        "training.logging_steps=1",
+    )
+    run_dir = train(five_layers, 2, *options)
+    waits, steps = figures_of(run_dir, "communication_s"), figures_of(run_dir, "step_time_s")
+    assert all(0 < wait < step for wait, step in zip(waits, steps, strict=True))
 
 
 def _alone(env: RankEnv, model: Path) -> str:
@@ -159,6 +211,34 @@ def test_stages_one_after_the_other_are_the_whole_model(kind: str, dtype: torch.
     assert loss.item() == pytest.approx(loss_of_logits(x, tokens).item(), rel=1e-5)
     each = loss_of_logits(x, tokens, reduction="none").view(tokens.shape)
     assert torch.allclose(stage(given, targets=tokens, of_tokens=True), each, rtol=1e-4, atol=1e-4)
+
+
+@each(*sorted(PIPELINE & WINDOWED))
+def test_each_layer_keeps_its_sliding_window_on_any_stage(kind: str) -> None:
+    """Alone in a row, and as one of several documents of a row, without a mask."""
+    windows = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1}
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+    layers = {"num_hidden_layers": 4, "layer_types": kinds}
+    model = small_model(kind, **layers, **windows).eval()
+    plain = small_model(kind, num_hidden_layers=4).eval()
+    tokens = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(7), torch.arange(5)]).expand(2, -1)
+    for place in (None, positions):
+        inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
+        starts = () if place is None else (place, cu_seqlens(place)[None])
+        if place is not None:
+            inputs |= isolation_inputs(model, place)
+        wanted = model(**inputs).logits
+        if place is None:
+            assert not torch.allclose(wanted, plain(**inputs).logits, atol=1e-4), "windows matter"
+        own = copy.deepcopy(model)
+        if place is not None:
+            assert use_maskless_attention(own, device=torch.device("cpu"))
+        x = tokens
+        for index, part in enumerate(assign_layers([1] * 4, 3)):
+            ends = {"is_first": index == 0, "is_last": index == 2}
+            x = cut_stage(own, part, dtype=torch.float32, **ends)(x, *starts)
+        assert torch.allclose(x, wanted, atol=1e-5), place
 
 
 class Largest(TorchDispatchMode):

@@ -58,10 +58,12 @@ CHAINS = [
     "tp 2 > zero1 2 > pp 2 > fsdp 2 > cp 2 > fsdp-tp 4 > ddp 2 > fsdp-pp 4 > zero3 2 > tp 4 > cp 4",
     "zero2-like 2 > offload 2 > ddp 2 > pp 2 > zero2 2 > zero2-like 3 > fsdp-tp 4 > offload 1",
     "pp 2 > ddp 1 > zbv 2 > interleaved 2 > ddp 1",
+    "pp 2 > ddp 1 > zbv 2 > fsdp 2 > fsdp-pp 4",
 ]
 SHAPES: dict[str, dict[str, object]] = {
     CHAINS[2]: {"tie_word_embeddings": True},
     CHAINS[5]: {"num_hidden_layers": 5},
+    CHAINS[6]: {"num_hidden_layers": 5, "tie_word_embeddings": True},
 }
 """Where the model is another than the tiny one."""
 STEPS = 2

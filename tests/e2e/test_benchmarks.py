@@ -72,6 +72,12 @@ FIGURES: dict[str, dict[str, Any]] = {
         "page_cpu_ms": (0.1, 1e4),
     },
     "loop": {"ratio_1p": RATIO, "noise_floor": RATIO, "first_step_ratio": RATIO},
+    "pipeline": {
+        "uneven_of_ideal": (0.05, 1.5),
+        "even_of_ideal": (0.05, 1.5),
+        "uneven_speedup": RATIO,
+        "bubble": 0.04,
+    },
     "plan_memory": {"cases": (3, 5), "mean": (0.0, 0.05), "worst": (0.0, 0.05)},
     "plan_published": {
         "peaks": 19,

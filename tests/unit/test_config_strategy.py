@@ -72,7 +72,7 @@ LONG = {"rope_type": "longrope", ORIGINAL: 512}
     ("cp_size: 2", {"rope_parameters": LONG}, "(longrope) change beyond 512", "512 or less"),
     ("cp_size: 2", {"rope_scaling": {"type": "longrope"}, ORIGINAL: 512}, "longrope", "cp_size: 1"),
     ("pp_size: 2", {"layer_types": ["linear_attention"]}, "linear_attention", "pp_size: 1"),
-    ("pp_size: 2", {"tie_word_embeddings": True}, "tie_word_embeddings", "pp_size"),
+    ("tp_size: 2, pp_size: 2", {"tie_word_embeddings": True}, "tie_word_embeddings", "pp_size"),
     ("pp_size: 8", {}, "pp_size 8 needs 8 layers, and the model has 6", "6 or less"),
     ("pp_size: 4, pp_schedule: zbv", {}, "by pp_schedule zbv, needs 8 layers", "3 or less"),
     ("cp_size: 1", {"max_position_embeddings": None, "n_positions": 9}, "1024", "9 or"),
@@ -91,7 +91,10 @@ def test_a_shape_that_does_not_fit_is_one_fault(strategy, changes, what, fix, *,
     ("{kind: fsdp, cp_size: 2}", {"rope_parameters": LONG | {"rope_type": "llama3"}}),
     ("{kind: fsdp}", {"model_type": "mamba2", "sliding_window": 3}),
     ("{kind: ddp, tp_size: 2}", {"model_type": "mistral", "sliding_window": 512}),
-    ("{kind: ddp, pp_size: 2}", {"tie_word_embeddings": None}),
+    ("{kind: ddp, tp_size: 2, pp_size: 2}", {"tie_word_embeddings": None}),
+    ("{kind: ddp, pp_size: 2}", {"tie_word_embeddings": True}),
+    ("{kind: ddp, pp_size: 2}", {"model_type": "mistral", "sliding_window": 512}),
+    ("{kind: ddp, pp_size: 2}", {"layer_types": ["full_attention", "sliding_attention"]}),
 )
 def test_a_shape_that_fits_is_accepted(strategy: str, changes: dict[str, Any], *, tmp_path):
     assert shape_with(tmp_path, strategy, **changes) == []

@@ -45,6 +45,8 @@ def test_every_kind_has_as_many_numbers_as_transformers_gives_it():
     assert not wrong
 
 
+LORA = {"type": "lora"}
+
 SETTINGS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("llama", {"gradient_checkpointing": "selective"}, {}),
     ("gemma2", {"precision": "bf16-true", "gradient_checkpointing": "full"}, {}),
@@ -53,6 +55,8 @@ SETTINGS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("gpt2", {"precision": "32-true"}, {}),
     ("llama", {"gradient_checkpointing": "full"}, {"adapter": {"type": "qlora"}}),
     ("qwen3", {}, {"strategy": DDPStrategyConfig(pp_size=2), "ranks": 2}),
+    ("qwen3", {}, {"strategy": FSDPStrategyConfig(pp_size=2), "ranks": 2}),
+    ("llama", {}, {"strategy": DDPStrategyConfig(pp_size=2), "ranks": 2, "adapter": LORA}),
     ("qwen3", {}, {"strategy": FSDPStrategyConfig(cp_size=2), "ranks": 4}),
     ("llama", {"optimizer": "adamw_8bit"}, {}),
     ("qwen2", {}, {"packs": True}),

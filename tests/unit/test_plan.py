@@ -19,6 +19,7 @@ from isles.cli import main
 from isles.config.fit import MEMORY_OPTIONS
 from isles.config.load import load_run_file
 from isles.config.sections.outer import DiLoCoConfig
+from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
 from isles.errors import ExitCode, UserError
 from isles.facts.gpus import GPUS, find_gpu, named_gpu, short_name
 from isles.facts.models import load_shape
@@ -319,6 +320,48 @@ def test_unequal_cards_are_faster_together_than_alone_and_than_with_even_rows(he
     for total in (1, 7, 24, 100):
         split = split_rows(total, [5.0, 3.0, 0.0])
         assert sum(split) == total and split[2] == 0
+
+
+def test_a_pipeline_is_cut_for_unequal_cards_and_says_what_is_lost(here, capsys):
+    """A 24 and an 8 GB GPU over 1 GbE: by speed, by memory, as given, and evenly."""
+    lora = ("adapter={type: lora}", "training.gradient_checkpointing=full")
+    pipeline = (*lora, "training.micro_batch_size=1", "strategy={kind: ddp, pp_size: 2}")
+    gpus = "4090,3070@1gbe"
+    cluster = only(planned(*pipeline, gpus=gpus))
+    first, last = cluster.own.ranks
+    assert first.layers + last.layers == 32 and first.layers > 3 * last.layers
+    assert cluster.own.fits, "16 GB of frozen weights fit neither GPU"
+    assert last.peak_bytes < first.peak_bytes
+    time = cluster.own.time
+    assert time is not None and time.bubble_s < 0.06 * time.total_s and time.exposed_s > 0
+    even = only(planned(*pipeline, "balance=even", gpus=gpus)).own
+    assert even.ranks[1].layers > 2, "only the memory limits it"
+    assert even.time is None or even.time.total_s >= time.total_s
+    given = only(planned(*pipeline, 'balance={"0": 9, "1": 1}', gpus=gpus)).own
+    assert given.ranks[0].layers > 28
+    main(["plan", "run.yaml", *pipeline, "--gpus", gpus])
+    shown = " ".join(capsys.readouterr().out.split())
+    layers = f"layers {first.layers} + {last.layers}; of a step, ranks wait "
+    assert layers in shown and "while the pipeline fills and empties" in shown
+    main(["plan", "run.yaml", *pipeline, "--gpus", gpus, "--json"])
+    ranks = json.loads(capsys.readouterr().out)["clusters"][0]["ranks"]
+    assert [rank["layers"] for rank in ranks] == [first.layers, last.layers]
+
+
+@each(
+    ("4090,3070@1gbe", "auto", 2, "a pipeline over 2 ranks, as nothing else fits"),
+    ("4090,3070@1gbe", "1", 1, "which may not fit"),
+    ("2x4090", "auto", 1, "the whole model fits"),
+    ("2x3070", "auto", 1, "which may not fit"),  # and neither does a pipeline
+)
+def test_auto_takes_a_pipeline_if_nothing_else_fits(gpus, given, stages, why, *, here):
+    lora = ("adapter={type: lora}", "training.gradient_checkpointing=full")
+    strategy = f"strategy={{kind: auto, pp_size: {given}}}"
+    cluster = only(planned(*lora, strategy, "training.micro_batch_size=1", gpus=gpus))
+    found = cluster.own.strategy
+    assert isinstance(found, DDPStrategyConfig | FSDPStrategyConfig)
+    assert found.pp_size == stages and why in cluster.strategies[0].note
+    assert cluster.own.fits == ("may not" not in why)
 
 
 def test_more_cards_never_need_more_memory_each(here):

@@ -103,6 +103,17 @@ class Balancer:
         steps = self._meter.steps() if self._meter is not None else []
         return steps[-1] if steps else None
 
+    def row_s(self, dp_rank: int) -> float | None:
+        """Seconds of the forward passes of this rank's blocks for one row of a step.
+
+        None: not timed, or for less than `_EVIDENCE_S` of training. Does not wait for a GPU.
+        """
+        steps, rows = self._meter.steps() if self._meter is not None else [], self.split.rows
+        seconds = [end - begin for begin, end in itertools.pairwise(self._ends)]
+        if not steps or sum(seconds) < _EVIDENCE_S:
+            return None
+        return statistics.median(steps) / max(1, rows[dp_rank])
+
     def rest(self) -> None:
         """Keep the current split until the end. All ranks must call this."""
         self._meter = None
@@ -117,13 +128,13 @@ class Balancer:
             is_whole: whether the step had all its rows. If not, it is ignored.
         """
         before, self._step = self._step, step
-        if self._history is None:
-            return None
         if self._meter is not None:
             self._meter.step_done(counts=is_whole)
             self._ends.append(self._clock())
             if self._gpu is not None:
                 self._gpu.step_done()
+        if self._history is None:
+            return None
         if step <= self._history.decided_to:
             known = self._history.at(step)
             return self._use(known) if known is not None and known != self._current else None

@@ -63,6 +63,7 @@ class Probe:
         device: device to measure.
         share: share of the real model's work for one rank, as tensor, context and pipeline
             parallel ranks divide the work.
+        kept: micro-batches whose activations a rank of a pipeline keeps at the same time.
         world: ranks that measure at the same time, as they also train at the same time. Some may
             share processors without torch's knowledge, as virtual machines on one computer do. A
             rank that measures alone would then seem too fast. None: no such ranks.
@@ -74,6 +75,7 @@ class Probe:
     seq_length: int
     device: torch.device
     share: float
+    kept: int = 1
     world: World | None = None
 
 
@@ -111,7 +113,7 @@ def calibrate(
         per_layer_s = max(0.0, deep_s[size] - shallow_s[size])
         seconds[size] = (deep_s[size] + more * per_layer_s) * probe.share
         per_layer = max(0, deep_bytes[size] - shallow_bytes[size])
-        size_bytes[size] = (deep_bytes[size] + more * per_layer) * probe.share
+        size_bytes[size] = (deep_bytes[size] + more * per_layer) * probe.share * probe.kept
     limit = sizes[-1]
     if free_bytes is not None:
         limit = rows_that_fit(size_bytes, free_bytes, sizes[-1])

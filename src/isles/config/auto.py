@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from isles.config.compilation import COMPILES_FROM, compiles
 from isles.config.layout import Layout, Strategy, make_layout
-from isles.config.memory import step_memory
+from isles.config.memory import cut_layers, step_memory
 from isles.config.roofline import (
     UNKNOWN_CHIP,
     Chip,
@@ -17,6 +18,8 @@ from isles.config.roofline import (
     optimizer_seconds,
     work_of,
 )
+from isles.config.rules import check_rules
+from isles.config.rules.shape import check_shape
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
 from isles.facts.memory.architecture import Architecture
@@ -63,6 +66,41 @@ def describe(strategy: Strategy) -> str:
     if isinstance(strategy, FSDPStrategyConfig):
         return f"fsdp {strategy.sharding_strategy}"
     return strategy.kind
+
+
+def fitting_pipeline(
+    model: Architecture,
+    config: RunConfig,
+    shape: Mapping[str, Any],
+    memory_bytes: Sequence[int],
+    *,
+    is_cuda: bool,
+) -> DDPStrategyConfig | None:
+    """A pipeline over all ranks, with layers by their memory. None: it does not fit, or a rule
+    refuses it.
+
+    Args:
+        shape: the model's config.json.
+        memory_bytes: memory of each rank.
+    """
+    ranks = len(memory_bytes)
+    strategy = DDPStrategyConfig(pp_size=ranks)
+    config = config.model_copy(update={"strategy": strategy})
+    if ranks == 1 or any(check_rules(config)) or check_shape(config, shape):
+        return None
+    layout, limits = Layout(ranks, 1, 1, 1, 1), [usable_bytes(own) for own in memory_bytes]
+    given, rows = config.training.micro_batch_size, config.training.global_batch_size
+    micro = min(rows, given if isinstance(given, int) else 1)
+    options = {"rows": micro, "micro_batches": -(-rows // micro)}
+    options["gpu_bytes"] = min(memory_bytes) if is_cuda else 0
+    equal = [1.0] * ranks
+    cut = cut_layers(model, config, strategy, layout, speeds=equal, limits=limits, **options)
+    layout = replace(layout, cut=cut)
+    for rank, limit in enumerate(limits):
+        memory = step_memory(model, config, strategy, layout, pp_rank=rank, **options)
+        if memory.peak.total > limit:
+            return None
+    return strategy
 
 
 def needed_bytes(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from isles.config.sections.run import RunConfig
-from isles.config.sections.strategy import DeepSpeedStrategyConfig, MeshSection
+from isles.config.sections.strategy import AutoStrategy, DeepSpeedStrategyConfig, MeshSection
 
 COMPILES_FROM = (8, 0)
 """`auto` compiles from this compute capability on, as older GPUs do not compute in bf16."""
@@ -48,6 +48,7 @@ def _can_compile(config: RunConfig) -> bool:
     if isinstance(strategy, DeepSpeedStrategyConfig):
         return False
     is_cut = isinstance(strategy, MeshSection) and strategy.pp_size > 1
+    is_cut = is_cut or (isinstance(strategy, AutoStrategy) and strategy.pp_size != 1)
     # 4-bit products and DoRA's norms would break each block into many graphs.
     breaks = config.adapter.type == "qlora" or config.adapter.use_dora
     moves = config.training.gradient_checkpointing == "offload"

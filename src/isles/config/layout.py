@@ -35,6 +35,8 @@ class Layout:
         pp, cp, tp: sizes of the model-parallel axes.
         replicate: number of groups that each hold a sharded copy of the model.
         dp_shard: number of ranks of such a group that read different data.
+        cut: number of layers of each stage of the pipeline, in order. Empty: all ranks are equally
+            fast and have equal memory.
     """
 
     pp: int
@@ -42,6 +44,7 @@ class Layout:
     dp_shard: int
     cp: int
     tp: int
+    cut: tuple[int, ...] = ()
 
     @property
     def world_size(self) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, assert_never
 
@@ -21,9 +23,10 @@ from isles.config.sections.strategy import (
 )
 from isles.errors import UserError
 from isles.facts.memory.architecture import Architecture, UnknownShapeError
+from isles.facts.memory.layers import assign_layers, rank_of_stage, work
 from isles.facts.memory.result import StepMemory
 from isles.facts.memory.setting import Holding, MemorySettings, state_bytes
-from isles.facts.memory.step import Count, memory_of
+from isles.facts.memory.step import Count, memory_of, most_layers
 
 _NF4_BITS = 4.5
 """Bits of a 4-bit number, with an fp32 constant for every 64 numbers."""
@@ -33,6 +36,13 @@ _NF4_DOUBLE_BITS = 4.127
 
 Source: Dettmers et al. 2023 (arXiv:2305.14314), section 3.
 """
+
+
+LEAST_SPEED = 1e-6
+"""Speed of a rank with a share of 0 in a pipeline: each stage has at least one layer."""
+
+_MORE_ROOM = 1.05
+"""Factor of all memory limits between two attempts to cut a model that does not fit."""
 
 
 def architecture_of(config: RunConfig, huggingface_cache: Path) -> Architecture | None:
@@ -108,7 +118,7 @@ def holding_of(
         "cuts_ends": model.vocab % layout.tp == 0,
     }
     if layout.pp > 1 and isinstance(strategy, MeshSection):
-        grid |= _pipeline(strategy.pp_schedule, layout.pp, micro_batches)
+        grid |= {"cut": layout.cut, **_pipeline(strategy.pp_schedule, layout.pp, micro_batches)}
     match strategy:
         case AutoStrategy():
             raise AssertionError("a strategy is chosen first")
@@ -120,6 +130,10 @@ def holding_of(
                 keeps_gradients=layout.world_size > 1,
                 savers=layout.world_size,
             )
+        case DDPStrategyConfig() if has_whole_stages(strategy):
+            has_copies = config.training.precision == "bf16-mixed"
+            gathered: Literal["copies", "nothing"] = "copies" if has_copies else "nothing"
+            return Holding(gathers=gathered, casts_whole=has_copies, **grid)
         case DDPStrategyConfig():
             # FSDP2 with shards of one rank.
             return Holding(gathers="all", casts_whole=True, gradient_width=4, **grid)
@@ -165,23 +179,33 @@ def holding_of(
             assert_never(strategy)
 
 
+def has_whole_stages(strategy: Strategy) -> bool:
+    """True if each rank of a pipeline stage holds the stage whole, without FSDP2.
+
+    The schedule zbv computes the gradients of weights later than the gradients of hidden states.
+    It finds the weights by their tensors, which 16-bit copies replace.
+    """
+    if not isinstance(strategy, DDPStrategyConfig) or strategy.pp_size == 1:
+        return False
+    return strategy.tp_size == 1 and strategy.pp_schedule != "zbv"
+
+
 def _pipeline(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> dict[str, Any]:
     # Activations that each schedule of torch keeps: see `torch.distributed.pipelining.schedules`.
-    stages, in_flight = 1, (min(micro_batches, ranks), 1)
+    stages, behind = 1, range(ranks - 1, -1, -1)
     match schedule:
         case "gpipe":
-            in_flight = (micro_batches, micro_batches)
+            in_flight = [micro_batches] * ranks
         case "1f1b" if micro_batches < ranks:
-            in_flight = (micro_batches, micro_batches)
+            in_flight = [micro_batches] * ranks
         case "1f1b":
-            pass
+            in_flight = [1 + later for later in behind]
         case "interleaved-1f1b":
             stages, rounds = 2, max(1, micro_batches // ranks)
-            last = micro_batches // rounds + 1
-            in_flight = (last + 2 * (ranks - 1), last)
+            in_flight = [micro_batches // rounds + 1 + 2 * later for later in behind]
         case "zbv":
             # Each rank has this many in flight, and one more that waits for its weight gradients.
-            stages, in_flight = 2, (2 * ranks + 1, 2 * ranks + 1)
+            stages, in_flight = 2, [2 * ranks + 1] * ranks
         case _:
             assert_never(schedule)
     most = stages * micro_batches
@@ -189,7 +213,7 @@ def _pipeline(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> dic
         "pipeline": ranks,
         "stages": stages,
         "returns": schedule == "zbv",
-        "in_flight": (min(in_flight[0], most), min(in_flight[1], most)),
+        "in_flight": tuple(min(own, most) for own in in_flight),
         "micro_batches": micro_batches,
     }
 
@@ -261,6 +285,7 @@ def step_memory(
     rows: int,
     micro_batches: int = 2,
     gpu_bytes: int = 0,
+    pp_rank: int | None = None,
 ) -> StepMemory:
     """The memory of a rank in a step, for plan, check and the start of a run.
 
@@ -268,9 +293,83 @@ def step_memory(
         strategy: a resolved strategy.
         rows: samples of a micro-batch.
         micro_batches: of a rank in a step.
+        pp_rank: the rank of a pipeline. None: its fullest rank.
     """
     setting = setting_of(
         config, layout, rows=rows, micro_batches=micro_batches, gpu_bytes=gpu_bytes
     )
     holding = holding_of(config, strategy, layout, model, micro_batches)
-    return memory_of(model, setting, holding)
+    return memory_of(model, setting, holding, pp_rank)
+
+
+def cut_layers(
+    model: Architecture,
+    config: RunConfig,
+    strategy: DDPStrategyConfig | FSDPStrategyConfig,
+    layout: Layout,
+    *,
+    rows: int,
+    micro_batches: int,
+    speeds: Sequence[float],
+    limits: Sequence[float],
+    gpu_bytes: int = 0,
+) -> tuple[int, ...]:
+    """The layers of each stage of a pipeline of unequal ranks, for `Layout.cut`.
+
+    The slowest stage takes as little time as possible, and each stage fits. If no cut fits, the cut
+    that exceeds the memory of a rank by the smallest share is used.
+
+    Args:
+        rows: samples of a micro-batch.
+        micro_batches: of a rank in a step.
+        speeds: work per second of each rank of the run, in any unit.
+        limits: bytes that a step may use on each of them. Infinite: unknown.
+    """
+    of_stages = stage_speeds(layout, speeds)
+    least = [
+        min(limit for rank, limit in enumerate(limits) if layout.place(rank).pp == pp_rank)
+        for pp_rank in range(layout.pp)
+    ]
+    setting = setting_of(
+        config, layout, rows=rows, micro_batches=micro_batches, gpu_bytes=gpu_bytes
+    )
+    holding = holding_of(config, strategy, replace(layout, cut=()), model, micro_batches)
+    each, head = work(model, config.data.seq_length)
+    ranks = [
+        rank_of_stage(stage, layout.pp, returns=holding.returns)
+        for stage in range(layout.pp * holding.stages)
+    ]
+    for attempt in itertools.count():
+        room = [limit * _MORE_ROOM**attempt for limit in least]
+        fitting = most_layers(model, setting, holding, room)
+        cut = assign_layers(
+            [each] * model.layers,
+            len(ranks),
+            head=head,
+            speeds=[of_stages[rank] for rank in ranks],
+            # A rank's memory is divided evenly over its stages.
+            most=[fitting[rank] // holding.stages for rank in ranks],
+        )
+        if cut:
+            return tuple(map(len, cut))
+    raise AssertionError("more room always comes to an end")
+
+
+def stage_speeds(layout: Layout, speeds: Sequence[float]) -> list[float]:
+    """Speed of the ranks that hold one stage together.
+
+    Ranks that share a matrix or a sequence wait for the slowest of them. Pipelines next to each
+    other get rows by their speed.
+
+    Args:
+        speeds: of each rank of the run.
+    """
+    found = []
+    for pp_rank in range(layout.pp):
+        slowest: dict[int, float] = {}
+        for rank, speed in enumerate(speeds):
+            if layout.place(rank).pp == pp_rank:
+                dp_rank = layout.dp_rank(rank)
+                slowest[dp_rank] = min(speed, slowest.get(dp_rank, speed))
+        found.append(sum(slowest.values()))
+    return found

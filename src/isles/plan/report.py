@@ -422,6 +422,7 @@ def _rank(number: int, rank: RankPlan) -> dict[str, Any]:
         "fits": rank.fits,
         "moments": [_moment(moment) for moment in rank.memory.moments],
         "busy_s": rank.busy_s,
+        "layers": rank.layers,
     }
 
 

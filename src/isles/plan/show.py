@@ -22,7 +22,7 @@ from isles.plan.machines import summary
 from isles.plan.measured import Measured
 from isles.plan.report import ClusterPlan, Plan, Price, Speed, cost
 from isles.plan.step import Job, Outcome, RankPlan, StepTime
-from isles.plan.ways import SHORTER, Candidate, Rung, name_of
+from isles.plan.ways import SHORTER, Candidate, Rung, name_of, stage_rows
 
 _WIDTH = 100
 _GIB = 2**30
@@ -436,6 +436,7 @@ def _time_rows(plan: Plan, cluster: ClusterPlan) -> Iterator[tuple[str, str]]:  
         text += "; the number of steps is known after the data is prepared"
     yield "", text
     if time is not None:
+        yield from stage_rows(cluster.own)
         yield from _balance_rows(cluster, speed, time)
         yield from _link_rows(time, cluster.job)
     gains = [f"{name} x{gain:.2f}" for name, gain in speed.gains.items()]

@@ -6,10 +6,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from isles.config.auto import Resources, choose_strategy
+from isles.config.auto import (
+    Resources,
+    choose_strategy,
+    fitting_pipeline,
+    fitting_strategies,
+)
 from isles.config.compilation import COMPILES_FROM, compiles
 from isles.config.issues import Issue
 from isles.config.layout import Layout, Strategy, make_layout
@@ -25,7 +31,7 @@ from isles.config.roofline import (
 from isles.config.rules import check_rules
 from isles.config.rules.shape import check_shape
 from isles.config.sections.run import RunConfig
-from isles.config.sections.strategy import AutoStrategy, DDPStrategyConfig
+from isles.config.sections.strategy import AutoStrategy, DDPStrategyConfig, FSDPStrategyConfig
 from isles.errors import ConfigError
 from isles.facts.gpus import lacking
 from isles.facts.memory.architecture import Architecture
@@ -33,6 +39,7 @@ from isles.facts.memory.result import StepMemory
 from isles.facts.memory.setting import usable_bytes
 from isles.facts.memory.step import Count
 from isles.plan.machines import Device, Machines
+from isles.plan.stages import deal_layers
 
 CONTEXT_BYTES = 0.6 * 2**30
 """Memory of CUDA, cuBLAS and torch's kernels on a GPU: a guess."""
@@ -74,6 +81,7 @@ class RankPlan:
         least: memory with the smallest micro-batch that the run file allows.
         context_bytes: memory of CUDA and NCCL, in addition.
         busy_s: seconds of computing per step. None: the speed of the device is unknown.
+        layers: layers of its stages in a pipeline, or 0 without a pipeline.
     """
 
     host: str
@@ -85,6 +93,7 @@ class RankPlan:
     limit_bytes: float | None
     context_bytes: float
     busy_s: float | None
+    layers: int = 0
 
     @property
     def peak_bytes(self) -> float:
@@ -244,6 +253,12 @@ def chosen(job: Job, config: RunConfig) -> tuple[Strategy, str]:
     least = int(min(own for own in memory if own is not None))
     chip = slowest([device.chip(config.training.products) for device in machines.devices])
     resources = Resources(world, local, least, machines.links, chip)
+    if isinstance(config.strategy, AutoStrategy) and config.strategy.pp_size != 1:
+        every = [int(own or 0) for own in memory]
+        nothing_fits = not fitting_strategies(job.model, config, resources)
+        pipeline = fitting_pipeline(job.model, config, job.shape, every, is_cuda=chip.is_cuda)
+        if nothing_fits and pipeline is not None:
+            return pipeline, f"a pipeline over {world} ranks, as nothing else fits"
     return choose_strategy(job.model, config, resources)
 
 
@@ -254,14 +269,36 @@ class _Step:
         self._job, self._config, self._strategy, self._layout = job, config, strategy, layout
         self._devices = job.machines.devices
         self._hosts = [host.name for host in job.machines.hosts for _ in host.devices]
-        self._memories: dict[tuple[int, int, int], StepMemory] = {}
+        self._memories: dict[tuple[int, int, int, int], StepMemory] = {}
         self._works: dict[tuple[float | None, int], Work] = {}
         self._products = config.training.products
         self._is_compiled = is_compiled(job, config)
         self._in_step = not (isinstance(strategy, DDPStrategyConfig) and layout.pp == 1)
+        self._stages = [layout.place(rank).pp for rank in range(layout.world_size)]
+        self._shares, self._layers = [1.0], [0]
+        if layout.pp > 1:
+            self._cut()
+
+    def _cut(self) -> None:
+        # The layers of each stage, and each rank's share of the work over an even share.
+        config, strategy, layout = self._config, self._strategy, self._layout
+        assert isinstance(strategy, DDPStrategyConfig | FSDPStrategyConfig)
+        row_s = [self._seconds(device, 1) for device in self._devices]
+        known = [seconds for seconds in row_s if seconds]
+        speeds = [1.0] * layout.world_size
+        if isinstance(config.balance, dict):
+            speeds = [self._share(config.balance, rank) for rank in range(layout.world_size)]
+        elif config.balance == "auto" and len(known) == len(row_s):
+            speeds = [1.0 / seconds for seconds in known]
+        limits = [limit_of(device) or math.inf for device in self._devices]
+        gpu_bytes = min(int(d.memory_bytes or 0) if d.is_cuda else 0 for d in self._devices)
+        found = deal_layers(
+            self._job.model, config, strategy, layout, speeds, limits, gpu_bytes=gpu_bytes
+        )
+        self._layout, self._shares, self._layers = found
 
     def outcome(self) -> Outcome:
-        row_s = [self._seconds(device, 1) for device in self._devices]
+        row_s = [self._own_s(rank, 1) for rank in range(len(self._devices))]
         rows = self._rows(row_s)
         micro = [self._micro_batch(rank, own) for rank, own in enumerate(rows)]
         steps = [max(1, -(-own // size)) for own, size in zip(rows, micro, strict=True)]
@@ -275,11 +312,12 @@ class _Step:
                 device=device,
                 rows=rows[rank],
                 micro_batch=micro[rank],
-                memory=self._memory(device, micro[rank], steps[rank]),
-                least=self._least(device, micro[rank], rows[rank]),
+                memory=self._memory(rank, micro[rank], steps[rank]),
+                least=self._least(rank, micro[rank], rows[rank]),
                 limit_bytes=limit_of(device),
                 context_bytes=self._context(device),
                 busy_s=busy[rank],
+                layers=self._layers[self._stages[rank]],
             )
             for rank, device in enumerate(self._devices)
         )
@@ -308,11 +346,17 @@ class _Step:
         # Seconds of a micro-batch.
         return self._work(device, rows).seconds(device.chip(self._products))
 
-    def _memory(self, device: Device, rows: int, steps: int) -> StepMemory:
+    def _own_s(self, rank: int, rows: int) -> float | None:
+        # Seconds of a micro-batch in the stages of a rank.
+        seconds = self._seconds(self._devices[rank], rows)
+        return None if seconds is None else seconds * self._shares[self._stages[rank]]
+
+    def _memory(self, rank: int, rows: int, steps: int) -> StepMemory:
         # Without a pipeline, memory depends only on whether there are several micro-batches.
+        device, stage = self._devices[rank], self._stages[rank]
         steps = steps if self._layout.pp > 1 else min(steps, 2)
         gpu_bytes = int(device.memory_bytes or 0) if device.is_cuda else 0
-        key = (gpu_bytes, rows, steps)
+        key = (gpu_bytes, rows, steps, stage)
         if key not in self._memories:
             self._memories[key] = step_memory(
                 self._job.model,
@@ -322,6 +366,7 @@ class _Step:
                 rows=rows,
                 micro_batches=steps,
                 gpu_bytes=gpu_bytes,
+                pp_rank=stage,
             )
         return self._memories[key]
 
@@ -360,38 +405,37 @@ class _Step:
         if not self._devices[rank].is_cuda:
             most = min(_CPU_ROWS, rows)
         else:
-            most = self._largest(self._devices[rank], min(rows, _MOST_ROWS))
+            most = self._largest(rank, min(rows, _MOST_ROWS))
         # Make the micro-batches equally large.
         return -(-rows // -(-rows // most))
 
-    def _least(self, device: Device, micro: int, rows: int) -> StepMemory:
+    def _least(self, rank: int, micro: int, rows: int) -> StepMemory:
         if self._config.training.micro_batch_size == "auto":
             micro = 1
-        return self._memory(device, micro, max(1, -(-rows // micro)))
+        return self._memory(rank, micro, max(1, -(-rows // micro)))
 
-    def _largest(self, device: Device, rows: int) -> int:
-        # Most rows that fit on a device. 1 if none fit, or if its memory is unknown.
-        limit = limit_of(device)
+    def _largest(self, rank: int, rows: int) -> int:
+        # Most rows that fit on a rank. 1 if none fit, or if its memory is unknown.
+        limit = limit_of(self._devices[rank])
         if limit is None:
             return 1
-        if self._memory(device, rows, 1).peak.total <= limit:
+        if self._memory(rank, rows, 1).peak.total <= limit:
             return rows
         low, high = 1, rows
         while high - low > 1:
             middle = (low + high) // 2
-            if self._memory(device, middle, max(2, -(-rows // middle))).peak.total <= limit:
+            if self._memory(rank, middle, max(2, -(-rows // middle))).peak.total <= limit:
                 low = middle
             else:
                 high = middle
         return low
 
     def _busy_s(self, rank: int, rows: int, micro: int) -> float | None:
-        device = self._devices[rank]
         whole, rest = divmod(rows, micro)
         total = 0.0
         for size, times in ((micro, whole), (rest, 1)):
             if size and times:
-                seconds = self._seconds(device, size)
+                seconds = self._own_s(rank, size)
                 if seconds is None:
                     return None
                 total += times * seconds

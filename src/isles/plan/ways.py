@@ -232,3 +232,23 @@ def _plain(
     strategy: DDPStrategyConfig | FSDPStrategyConfig | DeepSpeedStrategyConfig,
 ) -> Iterator[tuple[str, dict[str, object], str]]:
     yield name_of(strategy), {"strategy": strategy}, ""
+
+
+def stage_rows(own: Outcome) -> Iterator[tuple[str, str]]:
+    """Layers of each rank of a pipeline, and the shares of a step that its ranks do not compute.
+
+    Yields:
+        Name and text of a row. Nothing without a pipeline, or if the speed of a device is unknown.
+    """
+    layout, time = own.layout, own.time
+    if layout is None or layout.pp == 1 or time is None:
+        return
+    layers = {layout.place(rank).pp: each.layers for rank, each in enumerate(own.ranks)}
+    counts = " + ".join(str(layers[stage]) for stage in range(layout.pp))
+    parts = {
+        "while the pipeline fills and empties": time.bubble_s,
+        "for slower stages": time.idle_s,
+        "for the link": time.exposed_s,
+    }
+    waits = [f"{seconds / time.total_s:.0%} {why}" for why, seconds in parts.items()]
+    yield "Pipeline", f"layers {counts}; of a step, ranks wait {', '.join(waits)}"

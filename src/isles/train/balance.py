@@ -78,12 +78,23 @@ def make_balancer(
     return balancer
 
 
-def watch_speed(balancer: Balancer, model: nn.Module, config: RunConfig, world: World) -> None:
-    """Have the balancer measure the blocks of an engine's model. All ranks must call this."""
-    if not balancer.is_auto:
+def watch_speed(
+    balancer: Balancer,
+    model: nn.Module,
+    config: RunConfig,
+    world: World,
+    *,
+    is_pipeline: bool = False,
+) -> None:
+    """Have the balancer measure the blocks of an engine's model. All ranks must call this.
+
+    Args:
+        is_pipeline: whether the speeds of the ranks also decide the layers of their stages.
+    """
+    if not (balancer.is_auto or is_pipeline):
         return
     blocks = [module for module in model.modules() if isinstance(module, balancer.block_types)]
-    device = world.host, _device_name(world)
+    device = world.host, device_name(world)
     every = world.gather((bool(blocks), device))
     without = [rank for rank, (has_blocks, _) in enumerate(every) if not has_blocks]
     if without:
@@ -117,7 +128,7 @@ class _Chooser:
         self._manifest: Mapping[str, Any] = resume_from.manifest if resume_from else {}
         self._rows = config.training.global_batch_size
         self._in_step = runs_in_step(strategy)
-        self._devices = world.gather(RankDevice(world.host, _device_name(world), mesh.dp_rank))
+        self._devices = world.gather(RankDevice(world.host, device_name(world), mesh.dp_rank))
         self._hosts = [device.host for device in self._devices]
         cluster = config.clusters[0]
         self._may_miss = cluster.min_nodes < cluster.max_nodes
@@ -270,8 +281,8 @@ def _proportional(limit: int) -> Curve:
     return Curve(tuple(rows), tuple(size + _PER_MICRO_BATCH for size in rows), limit)
 
 
-def _device_name(world: World) -> str:
-    # The model of the GPU, or of the processor with its number of threads.
+def device_name(world: World) -> str:
+    """The model of this rank's GPU, or of the processor with its number of threads."""
     if world.device.type == "cuda":
         return torch.cuda.get_device_name(world.device)
     return f"{processor_name()}, {torch.get_num_threads()} threads"

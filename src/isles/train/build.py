@@ -34,6 +34,7 @@ from isles.strategies.base import Engine
 from isles.strategies.routers import LOAD
 from isles.train.balance import make_balancer, watch_speed
 from isles.train.compiled import compile_blocks, resolve_compile
+from isles.train.cut import PipelineCut, cut_pipeline
 from isles.train.data import make_data
 from isles.train.length import run_length
 from isles.train.metrics import StepMeter
@@ -86,14 +87,13 @@ def build(
     """Build every part, and load the state of a checkpoint. All ranks must call this."""
     config = resolved.config
     check_devices(config, world)
-    data = make_data(config, run_dir, world, recorder, resume_from, disks)
-    tokenizer, training, validation = data
+    tokenizer, training, held_out = make_data(config, run_dir, world, recorder, resume_from, disks)
     total_steps, epochs = run_length(resolved, training, resume_from, recorder.note)
-    config = resolve_compile(config, world, total_steps, (training, validation))
+    config = resolve_compile(config, world, total_steps, (training, held_out))
     resolved = replace(resolved, config=config)
     recorder.phase("building model")
     base = agree_on_base(config, world, resume_from)
-    strategy, mesh, balancer, engine, model_size = _make_engine(
+    strategy, mesh, balancer, engine, model_size, cut = _make_engine(
         config, run_dir, world, recorder, tokenizer, resume_from
     )
     if resume_from is None and world.is_main:
@@ -102,7 +102,7 @@ def build(
         # The scores need the run's first weights, so they come before any checkpoint is loaded.
         score = functools.partial(score_reference, engine, mesh, world, recorder, run_dir)
         score("training", training, pairs_read(config, total_steps, epochs), balancer.even_size)
-        score("validation", validation, config.training.eval_samples, balancer.even_size)
+        score("validation", held_out, config.training.eval_samples, balancer.even_size)
     exchange = _make_exchange(config, engine, world, run_dir, recorder, resume_from)
     progress = _take_over(engine, resume_from, config, run_dir, world, disks, recorder, exchange)
     samples = _begin(exchange, progress, resume_from)
@@ -124,7 +124,7 @@ def build(
         tokenizer=tokenizer,
         engine=engine,
         loader=loader,
-        validation=validation,
+        validation=held_out,
         progress=progress,
         agreement=Agreement(world, signals, config, progress.elapsed_s),
         meter=meter,
@@ -134,6 +134,7 @@ def build(
         training=training,
         base=base,
         vocab_size=model_size.vocab_size,
+        cut=cut,
     )
     if exchange is not None:
         from isles.outer.trainer.build import join_clusters
@@ -182,10 +183,13 @@ def _note(
     lines = deepspeed_notes(config)
     if note := products_note(config.training, world):
         lines.append(note)
+    # Each of several stages has the names of the whole model.
+    stages = engine.model
+    model = stages[0] if isinstance(stages, nn.ModuleList) else stages
     if config.adapter.type != "none":
-        lines += adapter_notes(config, engine.model, tokenizer, training)
+        lines += adapter_notes(config, model, tokenizer, training)
     if config.model.init == "scratch" and engine.routers is not None:
-        lines += balance_notes(config.model, engine.model, engine.routers.coefficient)
+        lines += balance_notes(config.model, model, engine.routers.coefficient)
     for line in lines:
         recorder.note(line)
 
@@ -209,6 +213,7 @@ def _make_meter(
         rows=max(1, *rows),
         micro_batches=count,
         gpu_bytes=gpu_bytes(world.device),
+        pp_rank=mesh.place.pp,
     )
     return StepMeter(world, model.flops_per_token, memory.peak.total)
 
@@ -220,8 +225,8 @@ def _make_engine(
     recorder: Recorder,
     tokenizer: Any,
     resume_from: CheckpointInfo | None,
-) -> tuple[Strategy, Mesh, Balancer, Engine, ModelSize]:
-    # The model inside its strategy's engine, and its size.
+) -> tuple[Strategy, Mesh, Balancer, Engine, ModelSize, PipelineCut | None]:
+    # The model inside its strategy's engine, its size, and the cut of a pipeline.
     manifest = {} if resume_from is None else resume_from.manifest
     make = functools.partial(empty_model, config, tokenizer)
     strategy, why = resolve_strategy(config, world, make, manifest)
@@ -230,6 +235,7 @@ def _make_engine(
     model = _make_model(config, strategy, mesh, world, tokenizer)
     # Before the model is sharded.
     size = ModelSize.of(model, config.data.seq_length)
+    mesh, cut = cut_pipeline(model, config, strategy, mesh, world, manifest)
     balancer = make_balancer(model, config, strategy, mesh, world, run_dir, recorder, resume_from)
     routers = make_routers(config.model, model, mesh, world)  # by names that a sharded model lacks
     optimizers = functools.partial(make_optimizers, config.training, seed=config.seed)
@@ -237,10 +243,11 @@ def _make_engine(
     engine = make_engine(strategy, model, fill, optimizers, mesh, world, config)
     if routers is not None:
         engine.use_routers(routers)
-    watch_speed(balancer, engine.model, config, world)
+    is_pipeline = cut is not None and config.balance == "auto"
+    watch_speed(balancer, engine.model, config, world, is_pipeline=is_pipeline)
     if world.is_main:
         keep_base(config, run_dir)
-    return strategy, mesh, balancer, engine, size
+    return strategy, mesh, balancer, engine, size, cut
 
 
 def _make_model(

@@ -29,6 +29,7 @@ from isles.outer.samples import joined
 from isles.run.manifest import MANIFEST_VERSION
 from isles.run.paths import RunDir
 from isles.strategies.base import Engine
+from isles.train.cut import PipelineCut
 from isles.train.metrics import StepMeter, evaluate, score_probe
 from isles.train.progress import Progress
 from isles.train.record import Recorder
@@ -61,6 +62,7 @@ class Parts:
     training: Dataset
     base: dict[str, str] | None
     vocab_size: int
+    cut: PipelineCut | None = None
     outer: Outer | None = None
 
     @property
@@ -263,7 +265,10 @@ class Parts:
         # All ranks must call this.
         import transformers
 
-        progress = self.progress
+        progress, pipeline = self.progress, None
+        if self.cut is not None:
+            row_s = self.balancer.row_s(self.mesh.dp_rank)
+            pipeline = self.cut.record(self.world.gather(row_s), self.mesh.layout)
         return {
             "version": MANIFEST_VERSION,
             "step": progress.step,
@@ -278,6 +283,7 @@ class Parts:
             "rows": list(self.loader.split.rows),
             "micro_batch_sizes": list(self.loader.split.micro_batch_sizes),
             "balance": self.balancer.record(),
+            "pipeline": pipeline,
             "outer": None if self.outer is None else self.outer.exchange.manifest(),
             "seed": self.config.seed,
             "data": self.training.content,

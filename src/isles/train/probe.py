@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from isles.balance.curve import Curve
 from isles.balance.measure import Probe, calibrate
 from isles.config.layout import Strategy
-from isles.config.memory import step_memory
+from isles.config.memory import holding_of, step_memory
 from isles.config.sections.data import isolates_any
 from isles.config.sections.run import RunConfig
+from isles.config.sections.strategy import MeshSection
 from isles.dist.batch import COMPUTE_DTYPE, Batch, cu_seqlens
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
@@ -24,6 +25,7 @@ from isles.models.recompute import set_gradient_checkpointing
 from isles.run.limits import memory
 from isles.strategies.mixed_precision import MixedPrecision
 from isles.strategies.objective import CausalLM
+from isles.strategies.pipeline.stages import stage_indices
 from isles.strategies.sequence import whole
 from isles.train.model import architecture_of, weights_dtype
 
@@ -33,6 +35,9 @@ of the rank's rows below it."""
 
 _PLAUSIBLE = 4
 """Largest micro-batch to try, as a multiple of a rank's even part of the rows."""
+
+_FEW_TOKENS = 256
+"""Vocabulary of a model whose blocks alone are measured."""
 
 _MEMORY_SHARE = 0.9
 """Share of the GPU's memory that a micro-batch may fill; the rest is for fragmentation."""
@@ -68,39 +73,21 @@ def measure_curve(
         strategy: decides the memory that the model leaves free.
         most_rows: of a micro-batch, if the run file sets it; on a CPU see `cpu_micro_batch`.
     """
+    training, layout, device = config.training, mesh.layout, world.device
+    is_cpu, share = device.type == "cpu", 1 / (layout.tp * layout.pp)
+    if layout.cut and isinstance(strategy, MeshSection):
+        stages = stage_indices(strategy.pp_schedule, mesh.place.pp, layout.pp)
+        share = sum(layout.cut[stage] for stage in stages) / sum(layout.cut) / layout.tp
     shape: Any = model.config
-    text, training, layout = shape.get_text_config(), config.training, mesh.layout
-    device, is_cpu = world.device, world.device.type == "cpu"
-
-    def make(num_layers: int) -> nn.Module:
-        probe = build_probe(
-            config.model,
-            num_layers=num_layers,
-            device=device,
-            dtype=weights_dtype(training.precision),
-            vocab_size=int(text.vocab_size),
-            adapter=config.adapter,
-            frozen_dtype=frozen_dtype(training.precision, config.adapter),
-        )
-        set_gradient_checkpointing(probe, training.gradient_checkpointing)
-        use_maskless_attention(
-            probe,
-            device=device,
-            dtype=COMPUTE_DTYPE.get(training.precision),
-            is_compiled=training.torch_compile is True,
-        )
-        # In bf16 with fp8-mixed too: it needs the same memory, and uncompiled fp8 would be slow.
-        return Training(probe, config, device)
-
-    probe = Probe(
-        make=make,
-        layers=int(text.num_hidden_layers),
-        vocab_size=int(text.vocab_size),
-        seq_length=max(1, config.data.seq_length // layout.cp),
-        device=device,
-        share=1 / (layout.tp * layout.pp),
-        world=world if is_cpu else None,
-    )
+    vocab_size = int(shape.get_text_config().vocab_size)
+    kept = 1
+    if layout.pp > 1:
+        # Embedding and head are on the first and the last rank alone, and may not fit the others.
+        vocab_size = _FEW_TOKENS
+        most_steps = -(-training.global_batch_size // layout.dp_size)
+        holding = holding_of(config, strategy, layout, architecture_of(model), most_steps)
+        kept = holding.in_flight[mesh.place.pp]
+    probe = _probe(model, config, mesh, world, share=share, vocab_size=vocab_size, kept=kept)
     plausible = _PLAUSIBLE * -(-training.global_batch_size // layout.dp_size)
     most = most_rows or plausible
     most = min(most, training.global_batch_size)
@@ -119,25 +106,89 @@ def measure_curve(
         torch.cuda.reset_peak_memory_stats(device)
 
 
+def measure_blocks(
+    model: nn.Module, config: RunConfig, mesh: Mesh, world: World
+) -> tuple[float | None, bool]:
+    """Seconds of this rank for one row through all blocks of the model, and whether the measurement
+    settled. None: the GPU has no room for it. All ranks must call this.
+
+    Arguments as for `measure_curve`. The vocabulary is small, because only one stage has the head.
+    """
+    device, given = world.device, config.training.micro_batch_size
+    rows = [given] if isinstance(given, int) else [1, 4] if device.type == "cuda" else [1]
+    probe = _probe(model, config, mesh, world, share=1.0, vocab_size=_FEW_TOKENS)
+    try:
+        curve, is_settled = calibrate(probe, rows, free_bytes=None)
+    except torch.OutOfMemoryError:
+        return None, True
+    return 1 / curve.rows_per_second, is_settled
+
+
+def _probe(
+    model: nn.Module,
+    config: RunConfig,
+    mesh: Mesh,
+    world: World,
+    *,
+    share: float,
+    vocab_size: int,
+    kept: int = 1,
+) -> Probe:
+    shape: Any = model.config
+    training, device = config.training, world.device
+
+    def make(num_layers: int) -> nn.Module:
+        probe = build_probe(
+            config.model,
+            num_layers=num_layers,
+            device=device,
+            dtype=weights_dtype(training.precision),
+            vocab_size=vocab_size,
+            adapter=config.adapter,
+            frozen_dtype=frozen_dtype(training.precision, config.adapter),
+        )
+        set_gradient_checkpointing(probe, training.gradient_checkpointing)
+        use_maskless_attention(
+            probe,
+            device=device,
+            dtype=COMPUTE_DTYPE.get(training.precision),
+            is_compiled=training.torch_compile is True,
+        )
+        # In bf16 with fp8-mixed too: it needs the same memory, and uncompiled fp8 would be slow.
+        return Training(probe, config, device)
+
+    return Probe(
+        make=make,
+        layers=int(shape.get_text_config().num_hidden_layers),
+        vocab_size=vocab_size,
+        seq_length=max(1, config.data.seq_length // mesh.layout.cp),
+        device=device,
+        share=share,
+        kept=kept,
+        world=world if device.type == "cpu" else None,
+    )
+
+
 def cpu_micro_batch(
     model: nn.Module, config: RunConfig, strategy: Strategy, mesh: Mesh, world: World
 ) -> int:
     """The most rows of a micro-batch on CPUs: `CPU_MICRO_BATCH_SIZE`, or fewer if the rank's share
     of the machine's or container's memory is too small. All ranks must call this."""
-    mine = min(world.gather(memory().total // world.local_world_size))
+    mine, pp_rank = memory().total // world.local_world_size, mesh.place.pp
     size, rows = architecture_of(model), CPU_MICRO_BATCH_SIZE
     while rows > 1:
-        needed = step_memory(size, config, strategy, mesh.layout, rows=rows)
+        needed = step_memory(size, config, strategy, mesh.layout, rows=rows, pp_rank=pp_rank)
         if needed.peak.total + needed.host <= mine:
             break
         rows //= 2
-    return rows
+    return min(world.gather(rows))
 
 
 def standing_bytes(model: nn.Module, config: RunConfig, strategy: Strategy, mesh: Mesh) -> float:
     """Bytes of a rank without activations: weights, gradients, optimizer state, and gathered
     weights."""
-    return step_memory(architecture_of(model), config, strategy, mesh.layout, rows=1).standing
+    size, pp_rank = architecture_of(model), mesh.place.pp
+    return step_memory(size, config, strategy, mesh.layout, rows=1, pp_rank=pp_rank).standing
 
 
 class Training(nn.Module):

@@ -16,9 +16,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from isles.config.auto import Resources, choose_strategy, describe, fitting_strategies
+from isles.config.auto import (
+    Resources,
+    choose_strategy,
+    describe,
+    fitting_pipeline,
+    fitting_strategies,
+)
 from isles.config.interop.deepspeed import check_accumulation, deepspeed_settings, resolve_stage
 from isles.config.layout import Strategy, make_layout
+from isles.config.memory import has_whole_stages
 from isles.config.roofline import Chip, Links, inside_rate, slowest
 from isles.config.sections.model import ModelConfig
 from isles.config.sections.run import RunConfig
@@ -35,7 +42,7 @@ from isles.dist.mesh import Mesh, make_mesh
 from isles.dist.world import World, gpu_bytes
 from isles.errors import UserError
 from isles.facts.gpus import find_gpu, lacking
-from isles.facts.memory.layers import work
+from isles.facts.memory.layers import stages_of
 from isles.models.attention import check_attention, use_maskless_attention
 from isles.models.routers import find_routers
 from isles.run.limits import memory
@@ -135,6 +142,12 @@ def _choose(
         else Chip(is_cuda=False),
     )
     fitting = fitting_strategies(size, config, machine)
+    if not fitting and isinstance(config.strategy, AutoStrategy) and config.strategy.pp_size != 1:
+        shape: Any = model.config
+        every, is_cuda = world.gather(mine), machine.chip.is_cuda
+        pipeline = fitting_pipeline(size, config, shape.to_dict(), every, is_cuda=is_cuda)
+        if pipeline is not None:
+            return pipeline, f"a pipeline over {world.world_size} ranks, as nothing else fits"
     for strategy, _ in fitting:
         if describe(strategy) == before:
             return strategy, f"{before}, as before the checkpoint"
@@ -212,9 +225,11 @@ def needs_fixed_length(config: RunConfig) -> bool:
     """True if every batch must have rows of data.seq_length.
 
     torch.compile would compile every other length again. Ranks that share a sequence cut it into
-    equal pieces. A pipeline has buffers for one shape. `auto` chooses none of these.
+    equal pieces. A pipeline has buffers for one shape.
     """
     strategy = config.strategy
+    if isinstance(strategy, AutoStrategy) and strategy.pp_size != 1:
+        return True
     cut = isinstance(strategy, MeshSection) and max(strategy.cp_size, strategy.pp_size) > 1
     return config.training.torch_compile is True or cut
 
@@ -289,7 +304,10 @@ def make_engine(
             )
         case DDPStrategyConfig() | FSDPStrategyConfig() if strategy.pp_size > 1:
             from isles.strategies.pipeline.engine import PipelineEngine
+            from isles.strategies.pipeline.stages import stages_per_rank
 
+            count = strategy.pp_size * stages_per_rank(strategy.pp_schedule)
+            layout, length = mesh.layout, config.data.seq_length
             return PipelineEngine(
                 model,
                 materialize,
@@ -298,7 +316,8 @@ def make_engine(
                 mesh,
                 world,
                 precision=precision,
-                costs=work(architecture_of(model), config.data.seq_length),
+                is_whole=has_whole_stages(strategy),
+                layers=stages_of(architecture_of(model), length, count, layout.cut),
                 parallelize=functools.partial(_cut_matrices, mesh=mesh),
             )
         case DDPStrategyConfig() | FSDPStrategyConfig():

@@ -8,7 +8,6 @@ from isles.config.issues import Issue
 from isles.config.rules.idle import idle_keys
 from isles.config.sections.outer import DiLoCoConfig, WaitConfig
 from isles.config.sections.run import RunConfig
-from isles.config.sections.strategy import MeshSection
 
 _DELETE = "delete it"
 _MOST_TOPK_MOMENTUM = 0.7
@@ -174,19 +173,6 @@ def _odd_values(outer: DiLoCoConfig) -> Iterator[Issue]:
 
 def _not_together(config: RunConfig) -> Iterator[Issue]:
     # Settings that do not work with several clusters.
-    strategies = [("strategy", config.strategy)] + [
-        (f"clusters.{index}.strategy", cluster.strategy)
-        for index, cluster in enumerate(config.clusters)
-        if cluster.strategy is not None
-    ]
-    for key, strategy in strategies:
-        if isinstance(strategy, MeshSection) and strategy.pp_size > 1:
-            yield Issue(
-                (f"{key}.pp_size", key),
-                f"pp_size {strategy.pp_size} does not work with outer steps, as every rank of a "
-                "cluster must reach every weight",
-                "use fsdp, which holds a large model without a pipeline, or use tp_size",
-            )
     if config.data.streaming:
         yield Issue(
             ("data.streaming",),

@@ -151,7 +151,7 @@ def _context_parallel(strategy: MeshSection, shape: Shape, seq_length: int) -> I
     if size == 1:
         return
     yield from _kind(shape, key, "context parallel", CONTEXT_PARALLEL)
-    yield from _windows(shape, key)
+    yield from _windows(shape)
     if (original := _changes_beyond(shape)) is not None and seq_length > original:
         yield Issue(
             (key, "data.seq_length"),
@@ -174,13 +174,22 @@ def _pipeline(strategy: MeshSection, shape: Shape) -> Iterator[Issue]:
     if size == 1:
         return
     yield from _kind(shape, key, "pipeline parallel", PIPELINE)
-    yield from _windows(shape, key)
-    if shape.get("tie_word_embeddings"):
+    # A stage has the numbers of its layers in the whole model, and so their sliding windows.
+    kinds = {*(shape.get("layer_types") or ())} - {"full_attention", "sliding_attention"}
+    if kinds:
         yield Issue(
-            (key,),
-            "the model's head shares the weights of its embedding (tie_word_embeddings), and a "
-            "pipeline has them in different stages",
-            f"use a model without tied weights, or set pp_size: 1; {_INSTEAD}",
+            (key, "model.name_or_path"),
+            f"the model has layers of {', '.join(sorted(kinds))}, which pipeline stages do not "
+            "support",
+            f"set pp_size: 1; {_INSTEAD}",
+        )
+    if shape.get("tie_word_embeddings") and strategy.tp_size > 1:
+        yield Issue(
+            (key, "strategy.tp_size"),
+            "the model's head shares the weights of its embedding (tie_word_embeddings). With "
+            f"tp_size {strategy.tp_size} the first and the last stage shard this weight "
+            "differently",
+            "use a model without tied weights, or set tp_size: 1 or pp_size: 1",
         )
     each = 2 if strategy.pp_schedule in _TWO_STAGES else 1
     layers, stages = _number(shape, "num_hidden_layers"), size * each
@@ -209,7 +218,8 @@ def _kind(shape: Shape, key: str, what: str, known: frozenset[str]) -> Iterator[
     )
 
 
-def _windows(shape: Shape, key: str) -> Iterator[Issue]:
+def _windows(shape: Shape) -> Iterator[Issue]:
+    key = "strategy.cp_size"
     kinds = sorted(set(shape.get("layer_types") or ["full_attention"]))
     window = shape.get("sliding_window") if shape.get("use_sliding_window", True) else None
     if kinds == ["full_attention"] and not window:
@@ -217,9 +227,9 @@ def _windows(shape: Shape, key: str) -> Iterator[Issue]:
     how = f"in a sliding window of {window} tokens" if window else f"by {', '.join(kinds)}"
     yield Issue(
         (key, "model.name_or_path"),
-        f"the model has layers that attend {how}, and {key.rpartition('.')[2]} needs layers that "
-        "attend to all tokens",
-        f"set {key.rpartition('.')[2]}: 1; {_INSTEAD}",
+        f"the model has layers that attend {how}, and cp_size needs layers that attend to all "
+        "tokens",
+        f"set cp_size: 1; {_INSTEAD}",
     )
 
 

@@ -222,14 +222,7 @@ def _four_bits(config: RunConfig) -> Iterator[Issue]:
 
 
 def _cut(adapter: AdapterConfig, strategy: MeshSection) -> Iterator[Issue]:
-    # Limits of adapters under tensor and pipeline parallelism.
-    if strategy.pp_size > 1:
-        yield Issue(
-            ("strategy.pp_size", "adapter.type"),
-            f"pp_size {strategy.pp_size} does not support adapters: a stage without trained "
-            "weights has no gradient to send",
-            "set pp_size: 1. strategy: {kind: fsdp} shards any model",
-        )
+    # Limits of adapters under tensor parallelism.
     if strategy.tp_size == 1:
         return
     reasons = {

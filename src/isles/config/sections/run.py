@@ -61,7 +61,7 @@ class RunConfig(Section):
     balance: BalanceConfig = "auto"
     """Share of each rank in the global batch. auto: in proportion to the measured speed of the
     rank, within its memory. even: the same for all ranks. A map sets shares by host or rank, such
-    as {big-box: 3, "2": 1}."""
+    as {big-box: 3, "2": 1}. In a pipeline, the ranks of a stage get layers by these shares."""
 
     outer: OuterConfig = NoOuter()
     """How several clusters train one model over slow links."""

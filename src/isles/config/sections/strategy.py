@@ -20,6 +20,10 @@ class AutoStrategy(Section):
     kind: Literal["auto"] = "auto"
     """isles chooses the kind."""
 
+    pp_size: Literal[1, "auto"] = 1
+    """auto: if neither ddp nor fsdp fits, a pipeline over all ranks of the cluster, which may be
+    unequal."""
+
 
 class MeshSection(Section):
     """Tensor, context and pipeline parallelism: ranks that share one copy of the model."""

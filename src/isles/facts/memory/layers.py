@@ -6,6 +6,7 @@ It is the only count, for the engine and for the memory of a step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from isles.facts.memory.architecture import Architecture
 from isles.facts.memory.forward import FP32, Forward, Value
@@ -24,26 +25,74 @@ def work(model: Architecture, length: int) -> tuple[int, int]:
     return walk.active_params + length * model.heads * model.head_dim, model.head_params
 
 
-def layers_of_rank(model: Architecture, length: int, holding: Holding, *, is_last: bool) -> int:
-    """Layers of the last rank of a pipeline, or the most layers of any rank before it.
+def stages_of(model: Architecture, length: int, num_stages: int, cut: Sequence[int]) -> list[range]:
+    """The layers of each stage of a pipeline.
+
+    Args:
+        length: tokens of a sequence.
+        cut: numbers of layers, if the ranks are unequal; see `assign_layers`.
+    """
+    if not cut:
+        each, head = work(model, length)
+        return assign_layers([each] * model.layers, num_stages, head=head)
+    assert len(cut) == num_stages and sum(cut) == model.layers, (cut, num_stages, model.layers)
+    ends = list(accumulate(cut))
+    return [range(end - count, end) for end, count in zip(ends, cut, strict=True)]
+
+
+def rank_of_stage(stage: int, ranks: int, *, returns: bool) -> int:
+    """The rank of a pipeline that holds a stage.
+
+    Args:
+        returns: whether the second half of the stages goes back from the last rank to the first.
+    """
+    return 2 * ranks - 1 - stage if returns and stage >= ranks else stage % ranks
+
+
+def layers_of_ranks(model: Architecture, length: int, holding: Holding) -> list[int]:
+    """Number of layers of each rank of a pipeline.
 
     Args:
         length: tokens of a sequence.
     """
-    ranks = holding.pipeline
+    ranks, counts = holding.pipeline, [0] * holding.pipeline
     if ranks == 1:
-        return model.layers
+        return [model.layers]
+    stages = stages_of(model, length, ranks * holding.stages, holding.cut)
+    for index, layers in enumerate(stages):
+        counts[rank_of_stage(index, ranks, returns=holding.returns)] += len(layers)
+    return counts
+
+
+def rank_seconds(
+    model: Architecture, length: int, cut: Sequence[int], speeds: Sequence[float], *, returns: bool
+) -> list[float]:
+    """Time of a micro-batch on each rank of a pipeline, in any unit.
+
+    Args:
+        length: tokens of a sequence.
+        cut: layers of each stage.
+        speeds: work per second of each rank.
+        returns: see `rank_of_stage`.
+    """
     each, head = work(model, length)
-    stages = assign_layers([each] * model.layers, ranks * holding.stages, head=head)
-    counts = [len(stage) for stage in stages]
-    second = counts[ranks:] or [0] * ranks
-    counts = list(map(sum, zip(counts, second[::-1] if holding.returns else second, strict=False)))
-    # Of a schedule that returns, the first rank is the last stage's.
-    return counts[-1] if is_last else max(counts if holding.returns else counts[:-1])
+    found = [0.0] * len(speeds)
+    for stage, layers in enumerate(cut):
+        own = each * layers + (head if stage == len(cut) - 1 else 0)
+        rank = rank_of_stage(stage, len(speeds), returns=returns)
+        found[rank] += own / speeds[rank]
+    return found
 
 
-def assign_layers(costs: Sequence[int], num_stages: int, *, head: int = 0) -> list[range]:
-    """The layers of each stage, such that the slowest stage has as little work as possible.
+def assign_layers(
+    costs: Sequence[int],
+    num_stages: int,
+    *,
+    head: int = 0,
+    speeds: Sequence[float] = (),
+    most: Sequence[int] = (),
+) -> list[range]:
+    """The layers of each stage, such that the slowest stage takes as little time as possible.
 
     The slowest stage sets the time of a step. If divisions are equally fast, the most even division
     is taken, and then the division with the fewest layers on the first stages, which keep the most
@@ -53,35 +102,42 @@ def assign_layers(costs: Sequence[int], num_stages: int, *, head: int = 0) -> li
         costs: work of each layer, in any unit. At least one per stage.
         num_stages: stages in a row.
         head: work of the head, which the last stage has in addition.
+        speeds: work per second of each stage's rank, in any unit. Empty: all are equal.
+        most: layers that fit on each stage. Empty: any number.
+
+    Returns:
+        An empty list if the layers do not fit.
     """
     layers = len(costs)
     assert layers >= num_stages
     before = [sum(costs[:index]) for index in range(layers + 1)]
+    speeds, most = speeds or [1] * num_stages, most or [layers] * num_stages
 
-    def cost(start: int, end: int, stage: int) -> int:
-        return before[end] - before[start] + (head if stage == num_stages - 1 else 0)
+    def cost(start: int, end: int, stage: int) -> float:
+        own = before[end] - before[start] + (head if stage == num_stages - 1 else 0)
+        return own / speeds[stage]
 
     # From the last stage back: the least maximum of the stages from `stage` on, by first layer.
-    least = {layers: 0}
+    least: dict[int, float] = {layers: 0}
     for stage in reversed(range(num_stages)):
-        ends, later = least, range(stage, layers)
-        least = {
-            start: min(
-                max(cost(start, end, stage), most) for end, most in ends.items() if end > start
-            )
-            for start in later
-            if any(end > start for end in ends)
-        }
+        found_least: dict[int, float] = {}
+        for start in range(stage, layers):
+            after = [end for end in least if start < end <= start + most[stage]]
+            if after:
+                found_least[start] = min(max(cost(start, end, stage), least[end]) for end in after)
+        least = found_least
+    if 0 not in least:
+        return []
     bound = least[0]
     # Within this bound, the smallest sum of squares, and then the fewest layers first.
-    best: dict[int, tuple[int, tuple[int, ...]]] = {layers: (0, ())}
+    best: dict[int, tuple[float, tuple[int, ...]]] = {layers: (0, ())}
     for stage in reversed(range(num_stages)):
-        found: dict[int, tuple[int, tuple[int, ...]]] = {}
+        found: dict[int, tuple[float, tuple[int, ...]]] = {}
         for start in range(stage, layers):
             options = [
                 (cost(start, end, stage) ** 2 + squares, (end - start, *counts))
                 for end, (squares, counts) in best.items()
-                if end > start and cost(start, end, stage) <= bound
+                if start < end <= start + most[stage] and cost(start, end, stage) <= bound
             ]
             if options:
                 found[start] = min(options)

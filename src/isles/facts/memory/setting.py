@@ -35,8 +35,9 @@ class Holding:
         tensor, pipeline: number of ranks that share matrices, and blocks.
         stages: stages per rank of a pipeline. With two, each has half of the rank's blocks.
         returns: the first rank of a pipeline also has its last stage.
-        in_flight: for the first and the last rank of a pipeline, the most forward passes through
-            one of their stages without a backward pass yet.
+        cut: layers of each stage of a pipeline. Empty: for ranks of equal speed.
+        in_flight: for each rank of a pipeline, the most forward passes through one of its stages
+            without a backward pass yet.
         micro_batches: number of micro-batches. A pipeline has buffers for each of them.
         cuts_ends: whether tensor parallel also shards embedding and head.
     """
@@ -58,7 +59,8 @@ class Holding:
     pipeline: int = 1
     stages: int = 1
     returns: bool = False
-    in_flight: tuple[int, int] = (1, 1)
+    cut: tuple[int, ...] = ()
+    in_flight: tuple[int, ...] = (1,)
     micro_batches: int = 0
     cuts_ends: bool = True
 

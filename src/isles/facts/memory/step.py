@@ -7,12 +7,13 @@ of the engines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from isles.facts.memory.architecture import Architecture
 from isles.facts.memory.forward import FP32, Adapter, Forward, Value
-from isles.facts.memory.layers import layers_of_rank
+from isles.facts.memory.layers import layers_of_ranks
 from isles.facts.memory.result import PhaseMemory, StepMemory
 from isles.facts.memory.setting import Holding, MemorySettings, state_bytes
 
@@ -42,15 +43,38 @@ def chunk_tokens(vocab: int, device_bytes: int) -> int:
     return min(_MOST_CHUNK, max(_LEAST_CHUNK, whole if device_bytes else tokens))
 
 
-def memory_of(model: Architecture, setting: MemorySettings, holding: Holding) -> StepMemory:
-    """Memory of the fullest rank in a step. In a pipeline, of its first or its last stage."""
+def memory_of(
+    model: Architecture, setting: MemorySettings, holding: Holding, pp_rank: int | None = None
+) -> StepMemory:
+    """Memory of a rank in a step.
+
+    Args:
+        pp_rank: the rank of a pipeline. None: its fullest rank.
+    """
     count = Count(model, setting, holding)
-    is_alone = holding.pipeline == 1 or holding.returns
-    stages = [_Stage(count, has_embedding=True, has_head=is_alone)]
-    if not is_alone:
-        stages.append(_Stage(count, has_embedding=False, has_head=True))
-    found = [StepMemory(tuple(stage.moments()), stage.host(), stage.saved()) for stage in stages]
+    layers = layers_of_ranks(model, setting.seen or setting.length, holding)
+    chosen = range(holding.pipeline) if pp_rank is None else (pp_rank,)
+    found = [_Stage(count, rank, layers[rank]).memory() for rank in chosen]
     return max(found, key=lambda memory: memory.peak.total)
+
+
+def most_layers(
+    model: Architecture, setting: MemorySettings, holding: Holding, limits: Sequence[float]
+) -> list[int]:
+    """The most layers that fit on each rank of a pipeline, with its embedding and head.
+
+    Args:
+        limits: bytes of each rank.
+    """
+    count = Count(model, setting, holding)
+
+    def most(rank: int, limit: float) -> int:
+        def exceeds(layers: int) -> bool:
+            return _Stage(count, rank, layers).memory().peak.total > limit
+
+        return bisect_left(range(1, model.layers + 1), True, key=exceeds)
+
+    return [most(rank, limit) for rank, limit in enumerate(limits)]
 
 
 class Count:
@@ -139,15 +163,15 @@ class Count:
 
 
 class _Stage:
-    # Tensors of a rank with one stage of a pipeline, or with the whole model.
+    # Tensors of a rank with stages of a pipeline, or with the whole model.
 
-    def __init__(self, count: Count, *, has_embedding: bool, has_head: bool) -> None:
-        self._count, self._has_head = count, has_head
-        self._has_embedding = has_embedding
+    def __init__(self, count: Count, pp_rank: int, layers: int) -> None:
         setting, holding = count.setting, count.holding
-        self._setting, self._holding = setting, holding
-        seen = setting.seen or setting.length
-        self._layers = layers_of_rank(count.model, seen, holding, is_last=not has_embedding)
+        self._count, self._setting, self._holding = count, setting, holding
+        self._rank, self._layers = pp_rank, layers
+        has_embedding = self._has_embedding = pp_rank == 0
+        last = 0 if holding.returns else holding.pipeline - 1
+        has_head = self._has_head = pp_rank == last
         ends = holding.tensor if holding.cuts_ends else 1
         self._block = float(count.block.params)
         """Numbers of a block on this rank, before data-parallel sharding."""
@@ -165,7 +189,10 @@ class _Stage:
         self._frozen_blocks = 0.0 if whole else self._layers * self._block
         self._frozen_ends = self._ends - self._ends_trained
 
-    def moments(self) -> Iterator[PhaseMemory]:
+    def memory(self) -> StepMemory:
+        return StepMemory(tuple(self._moments()), self._host(), self._saved())
+
+    def _moments(self) -> Iterator[PhaseMemory]:
         setting, holding = self._setting, self._holding
         weights, state = self._weights(), self._state()
         width = holding.gradient_width or setting.trained_width
@@ -240,8 +267,8 @@ class _Stage:
         kept = gradients if holding.keeps_gradients else 0.0
         yield PhaseMemory("copying a checkpoint", weights, state, kept, gathered_whole)
 
-    def host(self) -> float:
-        """Bytes in main memory."""
+    def _host(self) -> float:
+        # Bytes in main memory.
         setting, holding = self._setting, self._holding
         found = 0.0
         if holding.offloads_weights:
@@ -253,8 +280,8 @@ class _Stage:
             found += self._passes * self._layers * self._count.hidden.size_bytes / holding.stages
         return found
 
-    def saved(self) -> float:
-        """Bytes of this rank's part of a checkpoint: trained weights and their state."""
+    def _saved(self) -> float:
+        # Bytes of this rank's part of a checkpoint: trained weights and their state.
         setting, holding = self._setting, self._holding
         twice = self._count.saved_twice
         if holding.second_copy:
@@ -332,12 +359,12 @@ class _Stage:
 
     @property
     def _passes(self) -> int:
-        return self._holding.in_flight[0 if self._has_embedding else 1]
+        return self._holding.in_flight[self._rank]
 
     @property
     def _losses(self) -> int:
         # Micro-batches after the forward pass of the last stage, and before its backward pass.
-        return self._holding.in_flight[1] if self._holding.stages == 1 else 1
+        return self._holding.in_flight[-1] if self._holding.stages == 1 else 1
 
     def _traveling(self, kept_input: bool) -> float:
         # Between stages: receive buffers, some of which blocks keep, and sent tensors.

@@ -4,7 +4,8 @@ inside."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -12,13 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from isles.config.sections.strategy import FSDPStrategyConfig
 from isles.dist.batch import COMPUTE_DTYPE, Batch
 from isles.dist.mesh import Mesh
 from isles.dist.world import World, is_communication_error
-from isles.errors import CommunicationError, UserError
-from isles.facts.memory.layers import assign_layers
+from isles.errors import CommunicationError
 from isles.strategies.base import TorchEngine
 from isles.strategies.fsdp import allocate, shard_model
 from isles.strategies.pipeline.stages import (
@@ -27,9 +28,12 @@ from isles.strategies.pipeline.stages import (
     Pipeline,
     check_model,
     cut_stage,
+    holder_of,
     stage_indices,
     stages_per_rank,
 )
+from isles.strategies.pipeline.tied import TiedHead, forget_embedding, is_tied
+from isles.strategies.pipeline.whole import WholeStages
 from isles.strategies.routers import Routers, places_read
 from isles.strategies.sequence import localize
 from isles.strategies.stepper import MakeOptimizers, Stepper
@@ -44,7 +48,8 @@ class PipelineEngine(TorchEngine):
     Args:
         model: the whole model on the meta device, with its attention set, not sharded yet.
         config: sharding of a stage over its ranks; NO_SHARD: each of them holds it whole.
-        costs: work of a block and of the head; they decide which layers a stage has.
+        layers: the layers of each stage.
+        is_whole: whether each rank of a stage holds it whole, without FSDP2.
         parallelize: applies tensor parallel, if used, to a stage on the meta device, in place.
 
     Raises:
@@ -61,21 +66,29 @@ class PipelineEngine(TorchEngine):
         world: World,
         *,
         precision: str,
-        costs: tuple[int, int],
+        layers: Sequence[range],
+        is_whole: bool,
         parallelize: Callable[[nn.Module], nn.Module],
     ) -> None:
         size = mesh.layout.pp
         num_stages = size * stages_per_rank(config.pp_schedule)
         check_model(model)
         dtype = COMPUTE_DTYPE.get(precision, torch.float32)
-        each, head = costs
-        layers = assign_layers([each] * len(model.base_model.layers), num_stages, head=head)
+        self._shapes = {n: p.shape for n, p in model.named_parameters() if p.requires_grad}
+        self._sharded: list[FSDPModule] = []
+        self._whole = None
+        if is_whole:
+            self._whole = WholeStages(world.device, precision, _peers(mesh, world))
         stages: dict[int, nn.Module] = {}
         for index in stage_indices(config.pp_schedule, mesh.place.pp, size):
             ends = {"is_first": index == 0, "is_last": index == num_stages - 1}
             stage = stages[index] = cut_stage(model, layers[index], **ends, dtype=dtype)
+            if self._whole is not None:
+                self._whole.add(stage, materialize)
+                continue
             parallelize(stage)
             sharded = shard_model(stage, config, mesh, world.device, precision=precision)
+            self._sharded += sharded
             if stages_per_rank(config.pp_schedule) > 1:
                 # These schedules gather and release a stage by themselves. A block released after
                 # its forward pass would have no gradients if backward is split in two (zbv).
@@ -87,10 +100,26 @@ class PipelineEngine(TorchEngine):
         self._modules: list[Any] = modules
         held = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
         group = _pipeline_group(mesh, world)
+        last = num_stages - 1
+        self._tied: TiedHead | None = None
+        if is_tied(model) and model.get_input_embeddings().weight.requires_grad:
+            holders = 0, holder_of(config.pp_schedule, last, size)
+            self._tied = TiedHead(stages, last, group, holders)
+            self._tied.hide(True)
+        if is_tied(model) and last in stages:
+            forget_embedding(stages[last])
         stepper = Stepper(
             modules, make_optimizers, device=world.device, precision=precision, stages=group
         )
+        if self._tied is not None:
+            self._tied.hide(False)
         super().__init__(held, None, stepper, mesh, world)
+        # By their names in the whole model, and without the copy of a tied head.
+        learned = {id(p) for p in stepper.parameters}
+        self._trained = {n: p for m in modules for n, p in m.named_parameters() if id(p) in learned}
+        self._group = group
+        self._homes: dict[str, int] = {}
+        """Rank of the pipeline that trains each weight; found at the first use."""
         # The ranks of one stage are neighbors: the axis pp varies slowest.
         self.replicas = divmod(world.rank, world.world_size // size)[1], world.world_size // size
         self._pipeline = Pipeline(
@@ -103,7 +132,7 @@ class PipelineEngine(TorchEngine):
         )
         self._held = MicroBatches()
         # FSDP2 averages over the data-parallel ranks, but we need the global sum.
-        self._parts = mesh.dp_size * mesh.layout.cp
+        self._parts = 1 if is_whole else mesh.dp_size * mesh.layout.cp
         self._scale = 1.0
         self._loss_total = torch.zeros((), device=world.device)
 
@@ -118,8 +147,13 @@ class PipelineEngine(TorchEngine):
                 stage.router_scale = self._parts * self._stepper.loss_scale
             count = self._pipeline.count(len(self._held))
             with self._naming_itself():
-                self._pipeline.train(self._held.take(count), count)
-            assert all(p.grad is not None for p in self.trainable()), "a gradient was lost"
+                with self._computing():
+                    self._pipeline.train(self._held.take(count), count)
+                assert all(p.grad is not None for p in self.trainable()), "a gradient was lost"
+                if self._tied is not None:
+                    self._tied.send_gradient()
+                if self._whole is not None:
+                    self._whole.add_gradients(self.trainable())
         return self._counted(self._loss_total)
 
     def use_routers(self, routers: Routers) -> None:
@@ -128,8 +162,15 @@ class PipelineEngine(TorchEngine):
             routers.attach(stage)
             stage.routers = routers
 
+    def optimizer_step(self, *, lr: float, max_norm: float | None) -> Tensor:
+        with self._naming_itself():
+            norm = super().optimizer_step(lr=lr, max_norm=max_norm)
+            if self._tied is not None:
+                self._tied.send_weight()
+        return norm
+
     def evaluate(self, batch: Batch) -> Tensor:
-        with torch.no_grad(), self._naming_itself():
+        with torch.no_grad(), self._naming_itself(), self._computing():
             loss_sum = self._pipeline.forward(self._inputs(batch))
         if loss_sum is None:
             return torch.zeros((), device=self._world.device)
@@ -137,7 +178,7 @@ class PipelineEngine(TorchEngine):
 
     @torch.no_grad()
     def row_scores(self, batch: Batch) -> Tensor:
-        with self._naming_itself():
+        with self._naming_itself(), self._computing():
             losses_BT = self._pipeline.forward(self._inputs(batch), of_tokens=True)
         if losses_BT is None:
             return torch.zeros(len(batch.targets_BT), device=self._world.device)
@@ -147,13 +188,43 @@ class PipelineEngine(TorchEngine):
         del of_training
         return {}  # the loss is the only metric
 
+    def communication_s(self) -> float | None:
+        return self._pipeline.waiting.seconds()
+
     def trained_shapes(self) -> Mapping[str, torch.Size]:
-        # No rank of a pipeline has a part of every weight.
-        raise UserError(
-            f"several clusters cannot average a pipeline (pp_size is {self._mesh.layout.pp})",
-            where="strategy.pp_size",
-            fix="set it to 1; kind: fsdp shards any model, also over nodes",
-        )
+        return self._shapes
+
+    def whole_weight(self, name: str) -> Tensor:
+        # The ranks of its stage gather it, and each sends it to the other ranks of its pipeline.
+        if not self._homes:
+            for rank, names in enumerate(self._world.gather([*self._trained])):
+                self._homes |= dict.fromkeys(names, self._mesh.layout.place(rank).pp)
+        if name in self._trained:
+            value = super().whole_weight(name).contiguous()
+        else:
+            value = torch.empty(self._shapes[name], device=self._world.device)
+        dist.broadcast(value, group=self._group, group_src=self._homes[name])
+        return value
+
+    def whole_weights(self, names: Sequence[str]) -> list[Tensor]:
+        return [self.whole_weight(name) for name in names]
+
+    def set_whole_weight(self, name: str, value: Tensor) -> None:
+        if name in self._trained:
+            super().set_whole_weight(name, value)
+
+    def add_to_weight(self, name: str, value: Tensor) -> None:
+        if name in self._trained:
+            super().add_to_weight(name, value)
+
+    def weights_set(self) -> None:
+        if self._tied is not None:
+            self._tied.send_weight()
+        for module in self._sharded:
+            module.reshard()
+
+    def _computing(self) -> AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._whole is None else self._whole.computing()
 
     def _inputs(self, batch: Batch) -> Inputs:
         return Inputs.of(batch, localize(batch, self._mesh, model=None))
@@ -193,6 +264,21 @@ class PipelineEngine(TorchEngine):
             "only slow, raise clusters.0.comm_timeout",
             id="rank.others",
         )
+
+
+def _peers(mesh: Mesh, world: World) -> dist.ProcessGroup | None:
+    # The ranks of this rank's stage, which are neighbors; torch requires every rank to make every
+    # group.
+    together = world.world_size // mesh.layout.pp
+    if together == 1:
+        return None
+    mine: dist.ProcessGroup | None = None
+    for first in range(0, world.world_size, together):
+        ranks = list(range(first, first + together))
+        group = dist.new_group(ranks, timeout=timedelta(seconds=world.timeout_s))
+        if world.rank in ranks:
+            mine = group
+    return mine
 
 
 def _pipeline_group(mesh: Mesh, world: World) -> dist.ProcessGroup:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
-    PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
@@ -24,7 +23,10 @@ from torch.distributed.pipelining.schedules import _PipelineSchedule
 from isles.config.sections.strategy import PipelineSchedule
 from isles.dist.batch import IGNORE_INDEX, Batch, isolation_inputs
 from isles.errors import UserError
+from isles.facts.memory.layers import rank_of_stage
 from isles.strategies.head import LossHead
+from isles.strategies.pipeline.tied import is_tied
+from isles.strategies.pipeline.waiting import TimedStage, Waiting
 from isles.strategies.sequence import MicroBatchPart
 
 log = logging.getLogger(__name__)
@@ -64,10 +66,9 @@ def stage_indices(schedule: PipelineSchedule, pp_rank: int, pp_size: int) -> tup
             return (pp_rank, 2 * pp_size - 1 - pp_rank)
 
 
-def rank_of_stage(schedule: PipelineSchedule, stage: int, pp_size: int) -> int:
+def holder_of(schedule: PipelineSchedule, stage: int, pp_size: int) -> int:
     """The rank of the pipeline that holds a stage."""
-    way_back = schedule == "zbv" and stage >= pp_size
-    return 2 * pp_size - 1 - stage if way_back else stage % pp_size
+    return rank_of_stage(stage, pp_size, returns=schedule == "zbv")
 
 
 def check_model(model: Any) -> None:
@@ -115,7 +116,9 @@ def cut_stage(
     for index in range(len(base.layers)):
         if index not in layers:
             base.layers[index] = _Elsewhere()
-    if not is_first:
+    # A last stage with a tied head keeps the embedding's name for it: a model's own initialization
+    # and its files may know the weight only by this name.
+    if not (is_first or (is_last and is_tied(stage))):
         base.embed_tokens = _Elsewhere()
     if not is_last:
         base.norm = _Elsewhere()
@@ -149,6 +152,10 @@ def cut_stage(
             return head.loss_sum(whole_forward, options, targets)
         hidden = base(**options, use_cache=False).last_hidden_state
         assert hidden.dtype == dtype, (hidden.dtype, dtype)
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            # Nothing is trained up to here (an adapter of later layers). torch's schedules send a
+            # gradient to every stage: here it ends.
+            hidden = hidden.detach().requires_grad_()
         return hidden
 
     stage.forward = forward
@@ -331,6 +338,7 @@ class Pipeline:
         self.ranks = dist.get_process_group_ranks(group)
         self._schedules: dict[tuple[int, int, int], _PipelineSchedule] = {}
         self._warned = False
+        self.waiting = Waiting(device)
 
     @property
     def has_last(self) -> bool:
@@ -376,7 +384,8 @@ class Pipeline:
             stage.holds_losses = isinstance(schedule, ScheduleGPipe) and count > 1
         if self.has_last:
             target = options["targets"] = batch.targets
-        schedule.step(*inputs, target=target, return_outputs=False, **options)
+        with self.waiting.step():
+            schedule.step(*inputs, target=target, return_outputs=False, **options)
 
     def forward(self, batch: Inputs, *, of_tokens: bool = False) -> Tensor | None:
         """Forward pass of one micro-batch of any shape. All ranks must call this.
@@ -388,7 +397,7 @@ class Pipeline:
         x: Any = batch.input_ids
         options = batch.for_stages([*self._modules.values()])
         for index, module in self._modules.items():
-            before = rank_of_stage(self._name, index - 1, self._pp_size)
+            before = holder_of(self._name, index - 1, self._pp_size)
             if index > 0 and before != self._pp_rank:
                 x = torch.empty(
                     (*batch.input_ids.shape, self._hidden_size),
@@ -400,7 +409,7 @@ class Pipeline:
                 loss: Tensor = module(x, targets=batch.targets, of_tokens=of_tokens, **options)
                 return loss
             x = module(x, **options)
-            after = rank_of_stage(self._name, index + 1, self._pp_size)
+            after = holder_of(self._name, index + 1, self._pp_size)
             if after != self._pp_rank:
                 dist.send(x.contiguous(), group=self._group, group_dst=after)
         return None
@@ -413,7 +422,7 @@ class Pipeline:
         )
         ids = torch.empty((rows, tokens), dtype=torch.int64, device="meta")
         stages = [
-            PipelineStage(
+            TimedStage(
                 module,
                 index,
                 self.num_stages,
@@ -424,6 +433,8 @@ class Pipeline:
             )
             for index, module in self._modules.items()
         ]
+        for stage in stages:
+            stage.waiting = self.waiting
         return self._order(stages, count)
 
     def _order(self, stages: Sequence[Any], count: int) -> _PipelineSchedule:

@@ -34,6 +34,8 @@ def make_optimizers(
     Muon's scale.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        return []  # a pipeline stage without an adapter
     match config.optimizer:
         case "adamw" if not config.stochastic_rounding:
             return [_adamw(config, trained)]

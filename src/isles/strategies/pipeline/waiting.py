@@ -1,0 +1,77 @@
+"""Seconds of a step in which a rank of a pipeline does not compute."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import PipelineStage
+
+
+class Waiting:
+    """Time of a step outside the stages of this rank: its bubbles, and waits for other ranks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._computed: list[tuple[Any, Any]] = []
+        self._step: tuple[Any, Any] | None = None
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Time within this block is not waiting."""
+        began = self._mark()
+        yield
+        self._computed.append((began, self._mark()))
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """The forward and backward passes of a step."""
+        self._computed.clear()
+        began = self._mark()
+        yield
+        self._step = began, self._mark()
+
+    def seconds(self) -> float | None:
+        """Seconds of the last step in which this rank waited. None: there was no step. Waits for
+        the GPU."""
+        if self._step is None:
+            return None
+        if self._cuda:
+            self._step[1].synchronize()
+        return max(0.0, self._between(self._step) - sum(map(self._between, self._computed)))
+
+    def _mark(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        # In the GPU's stream, which waits there for messages of other ranks.
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _between(self, marks: tuple[Any, Any]) -> float:
+        began, ended = marks
+        return float(began.elapsed_time(ended) / 1e3 if self._cuda else ended - began)
+
+
+class TimedStage(PipelineStage):
+    """A stage of torch's schedules, with its passes timed."""
+
+    waiting: Waiting
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """See PipelineStage."""
+        with self.waiting.computing():
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """See PipelineStage."""
+        with self.waiting.computing():
+            return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """See PipelineStage."""
+        with self.waiting.computing():
+            return super().backward_weight_one_chunk(*args, **kwargs)
