@@ -54,6 +54,7 @@ SETTINGS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("llama", {"gradient_checkpointing": "full"}, {"adapter": {"type": "qlora"}}),
     ("qwen3", {}, {"strategy": DDPStrategyConfig(pp_size=2), "ranks": 2}),
     ("qwen3", {}, {"strategy": FSDPStrategyConfig(cp_size=2), "ranks": 4}),
+    ("llama", {}, {"adapter": {"type": "qlora"}, "strategy": FSDPStrategyConfig(), "ranks": 2}),
     ("llama", {"optimizer": "adamw_8bit"}, {}),
     ("qwen2", {}, {"packs": True}),
 )
