@@ -59,6 +59,7 @@ from isles.dist.mesh import Mesh, make_mesh
 from isles.dist.world import World
 from isles.facts.memory.result import StepMemory
 from isles.facts.memory.step import memory_of
+from isles.models import four_bit
 from isles.models.adapter import add_adapter, frozen_dtype
 from isles.models.recompute import set_gradient_checkpointing
 from isles.strategies.sequence import use_context_parallel_attention
@@ -381,7 +382,11 @@ def _empty_model(case: Case, shape: Any) -> Any:
             shape, dtype=frozen_dtype(precision, config.adapter) or weights_dtype(precision)
         )
         model.set_attn_implementation(VARLEN)
-        if case.is_4bit:
+        if case.is_4bit and is_sharded(case.strategy):
+            with torch.device("cpu"):
+                four_bit._nested_code(torch.device("cpu"))  # made by values, once
+            four_bit.use_four_bits(model, config.adapter, model.dtype)
+        elif case.is_4bit:
             _make_4bit(model, config)
         if config.adapter.type != "none":
             add_adapter(model, config.adapter, dtype=weights_dtype(precision), name="none")
@@ -594,6 +599,10 @@ def _adapters() -> Iterator[Case]:
         yield Case("4 bits", "llama", training=FULL, adapter=qlora | more)
     for precision in ("bf16-true", "32-true"):
         yield Case("4 bits", "llama", training={"precision": precision}, adapter=qlora)
+    for sharding in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        for training in (FULL, {"precision": "32-true"}, {}):
+            cut = FSDPStrategyConfig(sharding_strategy=sharding)
+            yield Case("4 bits", "llama", training=training, adapter=qlora, strategy=cut, ranks=4)
 
 
 def _losses() -> Iterator[Case]:

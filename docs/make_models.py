@@ -118,8 +118,8 @@ BEYOND = """\
 These numbers are estimates, not measurements ([accuracy](benchmarks.md#memory-estimates)). For
 your own run file, type `isles plan run.yaml --gpus 4090`.
 
-With [FSDP or ZeRO](strategies.md), several GPUs share one model. With DDP, and always with QLoRA,
-every GPU holds the whole model, so the smallest GPU limits the size of the model.
+With [FSDP or ZeRO](strategies.md), several GPUs share one model. QLoRA works with FSDP but not with
+ZeRO. With DDP every GPU holds the whole model, so the smallest GPU limits the size of the model.
 
 ## Models that train
 

@@ -232,9 +232,11 @@ def verb(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.long
-def test_qlora_from_the_first_step_to_the_export(run_file: Path, base: Path) -> None:
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_qlora_from_the_first_step_to_the_export(run_file: Path, base: Path, name: str) -> None:
     """In 4 bits on two ranks; resumed bit for bit; every command works on what it leaves."""
     options = (*LORA, *CONSTANT, "adapter.type=qlora", "adapter.use_dora=true")
+    options += (f"strategy={STRATEGIES[name]}",)
     once, again = whole_and_resumed(run_file, *options, "checkpoint.export_on_finish=true")
     assert same_bits(once, again)
     losses = figures_of(once)

@@ -13,7 +13,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from isles.config.auto import Resources, choose_strategy, describe
+from isles.config.auto import Resources, choose_strategy, describe, fitting_strategies
 from isles.config.files import data_issues, shape_issues
 from isles.config.load import load_run_file
 from isles.config.resolve import resolve
@@ -198,6 +198,17 @@ def test_the_choice_and_its_reason(size, ranks, per_node, gib, link, chosen, why
     strategy, reason = choose_strategy(Architecture.of(SHAPES[size]), config, machine)
     assert describe(strategy).split()[-1] == chosen
     assert why in reason and "\n" not in reason
+
+
+@each((24, "ddp"), (7, "FULL_SHARD"))
+def test_four_bits_are_sharded_if_the_model_does_not_fit_whole(gib, chosen, *, tmp_path):
+    """ddp sends the least, so its speed is not compared with others."""
+    more = ("adapter.type=qlora", "training.gradient_checkpointing=full")
+    config = load(tmp_path, GOOD, *more).config
+    chip = Chip.of(named_gpu("h100"), is_narrow=True)
+    machine = Resources(8, 8, gib * 2**30, Links(8, 1, 200e9, 0.0), chip)
+    [(strategy, _)] = fitting_strategies(Architecture.of(SHAPES["8b"]), config, machine)
+    assert describe(strategy).split()[-1] == chosen
 
 
 SHORT = json.dumps({**LLAMA, "max_position_embeddings": 8})

@@ -33,6 +33,7 @@
 | new main memory for the second save of a state, share of its bytes | 1 | 0 | 0 |
 | share of a model that a rank holds in main memory while it loads it to a GPU | 1 | 0 | 0 |
 | files of other ranks that rank 0 hashes or reads back in a save | all, twice | 0 | 0 |
+| bits gathered for each frozen number of a block, QLoRA under fsdp | 16 | 4.3 | 4.5 |
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ from isles.facts.memory.step import chunk_tokens
 from isles.models import recompute
 from isles.models.adapter import add_adapter
 from isles.models.build import build_model
+from isles.models.four_bit import use_four_bits
 from isles.models.recompute import set_gradient_checkpointing
 from isles.outer import cluster
 from isles.outer.codec import parse_codec
@@ -293,6 +295,23 @@ def test_weights_are_gathered_once_per_step_if_only_gradients_are_sharded():
     # Each of three blocks, both ends and the rest: one time, or twice for each micro-batch.
     assert found["SHARD_GRAD_OP"] == 6
     assert found["FULL_SHARD"] > 3 * 6
+
+
+def test_weights_in_four_bits_are_gathered_in_four_bits():
+    ids, layers, precision = torch.zeros(2, 8, dtype=torch.int64), 3, "bf16-mixed"
+    config = FSDPStrategyConfig()
+    with fake_ranks(2) as world:
+        with torch.device("meta"):
+            model = small_model("llama", hidden_size=512, num_hidden_layers=layers)
+        block = sum(p.numel() for p in model.model.layers[0].parameters())
+        use_four_bits(model, AdapterConfig(type="qlora"), torch.bfloat16)
+        mesh = make_mesh(make_layout(config, 2, local_world_size=2), world, is_sharded=True)
+        shard_model(model, config, mesh, world.device, precision=precision)
+        fsdp.allocate(model, config, world.device)
+        with Gathered() as forward, torch.no_grad():
+            model(input_ids=ids)
+        of_blocks = sorted(forward.sizes)[-layers:]  # in numbers of 16 bits
+    assert [16 * size / block for size in of_blocks] == pytest.approx([4.3] * layers, abs=0.2)
 
 
 CPU = torch.device("cpu")

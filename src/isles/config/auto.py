@@ -131,6 +131,7 @@ def fitting_strategies(
 
     On CPUs, and if the speed of a GPU is unknown, ddp is the only one if it fits. gloo scatters by
     a whole all-reduce, so that sharding sends no less, and an unknown GPU may hide what ddp sends.
+    The same holds for qlora: ddp sends the gradients of an adapter, and sharding also all weights.
     """
     found = []
     for strategy in _strategies(machine):
@@ -138,7 +139,8 @@ def fitting_strategies(
         if needed <= machine.usable_bytes:
             found.append((strategy, needed))
             is_known = machine.chip.is_cuda and machine.chip.flops
-            if isinstance(strategy, DDPStrategyConfig) and not is_known:
+            may_differ = is_known and config.adapter.type != "qlora"
+            if isinstance(strategy, DDPStrategyConfig) and not may_differ:
                 break
     return found
 

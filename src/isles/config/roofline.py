@@ -375,6 +375,12 @@ def communication(
     trained = _on_rank(count.trained_blocks, count.trained_ends, count, layout)
     blocks = max(1.0, count.model.layers / layout.pp)
     narrow = setting.compute_width
+    gathered = _on_rank(
+        in_blocks * (setting.block_bits / 8 or narrow),
+        (count.params - in_blocks) * narrow,
+        count,
+        layout,
+    )
     unit = layout.tp
     shards = _Group(links, layout.dp_shard * layout.cp, layout.dp_shard * layout.cp * unit)
     span = layout.world_size // layout.pp
@@ -394,20 +400,21 @@ def communication(
         case FSDPStrategyConfig():
             width = 4 if strategy.reduce_dtype == "fp32" else 2
             is_full = strategy.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
-            own = ring(shards, params, narrow, 2 if is_full else 1)
+            own = ring(shards, gathered, 1, 2 if is_full else 1)
             own += ring(shards, trained, width, 1)
             # Replicas reduce gradients once per step, whatever their shards do.
             once = ring(copies, trained / shards.size, width, 2)
             each, once = (own, once) if is_full else (_Sent(), own + once)
             if strategy.cpu_offload:
-                copy_s = (2 * params + trained) * setting.trained_width / shards.size / PCIE
+                held = gathered if setting.block_bits else params * setting.trained_width
+                copy_s = (2 * held + trained * setting.trained_width) / shards.size / PCIE
         case DeepSpeedStrategyConfig():
             everyone = _Group(links, layout.world_size, layout.world_size)
             stage = 3 if holding.weights > 1 else 2 if holding.gradients > 1 else 1
             reduced = ring(everyone, trained, narrow, 1)
-            gathered = ring(everyone, params, narrow, 2 if stage == 3 else 1)
-            each = (reduced if stage >= 2 else _Sent()) + (gathered if stage == 3 else _Sent())
-            once = (reduced if stage == 1 else _Sent()) + (gathered if stage < 3 else _Sent())
+            weights = ring(everyone, params, narrow, 2 if stage == 3 else 1)
+            each = (reduced if stage >= 2 else _Sent()) + (weights if stage == 3 else _Sent())
+            once = (reduced if stage == 1 else _Sent()) + (weights if stage < 3 else _Sent())
             if holding.offloads_state:
                 copy_s = 2 * trained * narrow / holding.state / PCIE / micro_steps
             if holding.offloads_weights:

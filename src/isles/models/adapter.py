@@ -20,6 +20,7 @@ from isles.config.sections.model import AdapterConfig, missing_package
 from isles.config.sections.training import Precision
 from isles.dist.batch import MIXED_DTYPE
 from isles.errors import UserError
+from isles.models.four_bit import CONSTANTS, PACKED, is_four_bit
 
 _NAME = "default"
 """Name of isles' adapter; peft allows several adapters per model."""
@@ -86,6 +87,13 @@ def add_adapter(model: Any, adapter: AdapterConfig, *, dtype: torch.dtype, name:
                 fix="remove one of the two from its list",
                 id="adapter.modules",
             )
+        if any(is_four_bit(module) for module in model.get_submodule(whole).modules()):
+            raise UserError(
+                f"{whole} is held in 4 bits and cannot be trained whole",
+                where="adapter.modules_to_save",
+                fix="move it to adapter.target_modules, or set adapter.type: lora",
+                id="adapter.modules",
+            )
     _check_tied(model, [*targets, *_named(model, adapter.modules_to_save)])
     # For adapter_config.json: the short names, if they match the same modules.
     short = list(adapter.target_modules)
@@ -126,12 +134,13 @@ def add_adapter(model: Any, adapter: AdapterConfig, *, dtype: torch.dtype, name:
 
 
 def base_name(name: str) -> str | None:
-    """A parameter's name in the files of the base model; None for the adapter's own parameters."""
-    if is_fresh(name) or _MAGNITUDE in name:
+    """A parameter's name in the files of the base model; None for parameters that are not there:
+    an adapter's, and the constants of weights in 4 bits."""
+    if is_fresh(name) or _MAGNITUDE in name or name.endswith(CONSTANTS):
         return None
     for inserted in (".base_layer.", ".original_module.", f".modules_to_save.{_NAME}."):
         name = name.replace(inserted, ".")
-    return name
+    return name.removesuffix(PACKED)
 
 
 def is_fresh(name: str) -> bool:

@@ -37,6 +37,7 @@ from isles.models.fill import (
     untied,
     with_home,
 )
+from isles.models.four_bit import use_four_bits
 
 log = logging.getLogger(__name__)
 
@@ -116,12 +117,15 @@ def build_empty_model(
 ) -> nn.Module:
     """The model on the meta device, with shapes but no memory, to shard before filling.
 
-    Arguments and errors as for `build_model`. With qlora the matrices are not in 4 bits here.
+    Arguments and errors as for `build_model`.
     """
     if adapter.type == "none":
         return _from_config(config, vocab_size, dtype, torch.device("meta")).train()  # type: ignore[no-any-return]
     import_peft(adapter)
-    model = _from_config(config, vocab_size, frozen_dtype or dtype, torch.device("meta")).train()
+    held = frozen_dtype or dtype
+    model = _from_config(config, vocab_size, held, torch.device("meta")).train()
+    if adapter.type == "qlora":
+        use_four_bits(model, adapter, held)
     add_adapter(model, adapter, dtype=dtype, name=config.name_or_path)
     return model  # type: ignore[no-any-return]
 

@@ -6,6 +6,7 @@ the module's name, not on the number of ranks, the strategy, or the kind of GPU.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -32,6 +33,7 @@ from isles.models.adapter import (
     lengths,
     magnitudes,
 )
+from isles.models.four_bit import FourBitLinear, Read, four_bit_layers
 from isles.models.pieces import StoredWeight, pieces_of
 
 _INDEX = "model.safetensors.index.json"
@@ -110,12 +112,16 @@ def fill_pretrained(model: Any, config: ModelConfig, whole: Callable[[], Any]) -
     for name, parameter in chain(model.named_parameters(remove_duplicate=False), buffers):
         if (own := base_name(name)) is not None:  # not an adapter's, which is not in the files
             names.setdefault(id(parameter), []).append(own)
+    in_four_bits = four_bit_layers(model)
     for _, parameter in chain(model.named_parameters(), buffers):
         if id(parameter) not in names:
             continue
         known = [own for own in names[id(parameter)] if own in places]
         if not known:
             raise _misfit(config, f"the weights lack {names[id(parameter)][0]!r}")
+        if layer := in_four_bits.get(id(parameter)):
+            layer.fill(functools.partial(files.read, known[0], places[known[0]]))
+            continue
         part = files.read(known[0], places[known[0]], parameter.shape, _part(parameter))
         for other in known[1:]:
             if not torch.equal(
@@ -124,9 +130,8 @@ def fill_pretrained(model: Any, config: ModelConfig, whole: Callable[[], Any]) -
                 raise untied(config, known[0], other)
         _local(parameter).copy_(part)
     for vector, own, base, axis in magnitudes(model):
-        whole_part = tuple(slice(0, size) for size in base.weight.shape)
-        weight = files.read(own, places[own], base.weight.shape, whole_part)
-        _copy_part(vector, lengths(weight.to(base.weight.dtype), axis))
+        read = functools.partial(files.read, own, places[own])
+        _copy_part(vector, lengths(_as_trained(base, read), axis))
 
 
 @torch.no_grad()
@@ -196,6 +201,14 @@ class _Files:
             raise _misfit(self._config, f"{file} cannot be read: {error}") from error
         self._size += math.prod(shape) * value.element_size()  # with the pages around it
         return value
+
+
+def _as_trained(base: nn.Module, read: Read) -> Tensor:
+    # The whole matrix below an adapter, from the files.
+    if isinstance(base, FourBitLinear):
+        return base.as_held(read)
+    weight: Any = base.weight
+    return read(weight.shape, tuple(slice(0, size) for size in weight.shape)).to(weight.dtype)
 
 
 def _fill_buffers(model: Any) -> None:

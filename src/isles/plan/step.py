@@ -245,8 +245,6 @@ def chosen(job: Job, config: RunConfig) -> tuple[Strategy, str]:
     """Choice of `strategy: auto`: the fastest strategy that fits, and why."""
     machines = job.machines
     world, local = len(machines.devices), machines.local_world_size
-    if config.adapter.type == "qlora":
-        return DDPStrategyConfig(), "4-bit blocks cannot be sharded"
     memory = [device.memory_bytes for device in machines.devices]
     if None in memory:
         return DDPStrategyConfig(), "a guess, as the memory of some ranks is unknown"

@@ -88,7 +88,7 @@ def _rungs(job: Job, own: Outcome) -> Iterator[tuple[str, Changes, str]]:
         price = "computes again, and copies" if how == "offload" else "computes again"
         yield f"gradient_checkpointing: {how}", dict(changes), price
     whole = dict(kept)
-    can_cut = len(job.machines.devices) > 1 and config.adapter.type != "qlora"
+    can_cut = len(job.machines.devices) > 1
     # Keep the strategy of the run file, unless it holds the whole model on every rank.
     is_cut = isinstance(own.strategy, FSDPStrategyConfig)
     if can_cut and isinstance(own.strategy, DDPStrategyConfig | AutoStrategy):
@@ -104,7 +104,7 @@ def _rungs(job: Job, own: Outcome) -> Iterator[tuple[str, Changes, str]]:
         if training.optimizer in ("adamw", "adamw_8bit"):
             kept |= {"training.stochastic_rounding": True}
         yield "precision: bf16-true, rounded at random", dict(kept), "noise; needs torchao"
-    if config.adapter.type != "qlora" and (is_cut or len(job.machines.devices) == 1):
+    if is_cut or len(job.machines.devices) == 1:
         yield from _offload(job, whole, kept)
     yield from _shorter(job, whole)
 
@@ -115,6 +115,9 @@ def _qlora(job: Job, kept: Changes) -> Iterator[tuple[str, Changes, str]]:
         changes = {**kept, "adapter": AdapterConfig(**{**own, "type": "qlora"})}
         changes |= {"strategy": DDPStrategyConfig()}
         yield "adapter: {type: qlora}", changes, "trains an adapter"
+        if len(job.machines.devices) > 1:
+            changes = {**changes, "strategy": FSDPStrategyConfig()}
+            yield "adapter: {type: qlora} with fsdp", changes, "communication"
 
 
 def _offload(job: Job, whole: Changes, kept: Changes) -> Iterator[tuple[str, Changes, str]]:
@@ -224,8 +227,10 @@ def _others(job: Job) -> Iterator[tuple[str, dict[str, object], str]]:
         yield from _plain(DDPStrategyConfig(pp_size=stages))
     if job.config.adapter.type != "qlora" and job.config.model.init == "pretrained":
         adapter = AdapterConfig(**{**job.config.adapter.model_dump(), "type": "qlora"})
-        changes: dict[str, object] = {"adapter": adapter, "strategy": DDPStrategyConfig()}
-        yield "ddp QLoRA", changes, "trains an adapter"
+        whole: Changes = {"adapter": adapter, "strategy": DDPStrategyConfig()}
+        yield "ddp QLoRA", whole, "trains an adapter"
+        if world > 1:
+            yield "fsdp QLoRA", whole | {"strategy": FSDPStrategyConfig()}, "trains an adapter"
 
 
 def _plain(

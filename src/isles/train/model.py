@@ -25,6 +25,7 @@ from isles.facts.models import load_shape, shape_names
 from isles.models.adapter import base_name, frozen_dtype
 from isles.models.build import build_empty_model, build_model, keep_files, load_model_config
 from isles.models.fill import base_fingerprint, weights_folder, with_home
+from isles.models.four_bit import num_numbers
 from isles.run.checkpoints import CheckpointInfo
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
@@ -84,8 +85,8 @@ def whole_model(
 
 
 def count_parameters(model: nn.Module, *, trained: bool = False) -> int:
-    """Number of parameters, all or trained. A 4-bit weight counts its unpacked numbers."""
-    return sum(_numel(p) for p in model.parameters() if p.requires_grad or not trained)
+    """Number of parameters, all or trained; see `num_numbers`."""
+    return sum(num_numbers(p) for p in model.parameters() if p.requires_grad or not trained)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ class ModelSize:
 def architecture_of(model: Any) -> Architecture:
     """The architecture by the model's config, or by its parameters if the config is incomplete."""
     base = [p for name, p in model.named_parameters() if base_name(name) is not None]
-    params = sum(map(_numel, base))
+    params = sum(map(num_numbers, base))
     try:
         return Architecture.of(model.config.to_dict()).with_params(params)
     except UnknownShapeError:
@@ -124,8 +125,8 @@ def flops_per_token(model: Any, seq_length: int) -> float:
         looked_up = {id(p) for p in model.get_input_embeddings().parameters()}
         at_work = {n: p for n, p in at_work.items() if id(p) not in looked_up}
     return train_flops_per_token(
-        matmul_params=sum(_numel(p) for p in at_work.values()),
-        frozen_params=sum(_numel(p) for p in at_work.values() if not p.requires_grad),
+        matmul_params=sum(num_numbers(p) for p in at_work.values()),
+        frozen_params=sum(num_numbers(p) for p in at_work.values() if not p.requires_grad),
         num_layers=int(getattr(shape, "num_hidden_layers", 0)),
         hidden_size=int(getattr(shape, "hidden_size", 0)),
         seq_length=seq_length,
@@ -270,11 +271,6 @@ def check_base(base: Base, checkpoint: CheckpointInfo) -> None:
         where=str(checkpoint.path),
         fix="restore the model that the run started with, or start a new run with `--resume no`",
     )
-
-
-def _numel(parameter: nn.Parameter) -> int:
-    quantized: Any = getattr(parameter, "quant_state", None)
-    return parameter.numel() if quantized is None else int(quantized.shape.numel())
 
 
 def _vocab_size(config: RunConfig, tokenizer: Any) -> int | None:

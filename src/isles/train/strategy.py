@@ -110,8 +110,6 @@ def resolve_strategy(
             strategy, because measured links vary and another strategy rounds otherwise.
     """
     match config.strategy:
-        case AutoStrategy() if config.adapter.type == "qlora":
-            return DDPStrategyConfig(), "ddp, because 4-bit weights cannot be sharded over ranks"
         case AutoStrategy():
             is_same = manifest.get("world_size") == world.world_size
             before = manifest.get("sharding") if is_same else None

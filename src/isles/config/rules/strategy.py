@@ -14,7 +14,6 @@ from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import (
     DDPStrategyConfig,
     DeepSpeedStrategyConfig,
-    FSDPStrategyConfig,
     MeshSection,
 )
 from isles.facts.models import shape_names
@@ -205,20 +204,28 @@ def _adapter(config: RunConfig, adapter: AdapterConfig) -> Iterator[Issue]:
 
 
 def _four_bits(config: RunConfig) -> Iterator[Issue]:
-    strategy, found = config.strategy, dict[str, str]()
-    if isinstance(strategy, FSDPStrategyConfig | DeepSpeedStrategyConfig):
-        found[f"strategy {strategy.kind}"] = "kind"
-    if isinstance(strategy, DDPStrategyConfig):
-        for name in ("tp_size", "pp_size"):
-            if (size := getattr(strategy, name)) > 1:
-                found[f"{name} {size}"] = name
-    for what, key in found.items():
+    # Layouts that isles has not built for weights in 4 bits.
+    strategy, instead = config.strategy, "use strategy: {kind: fsdp}, which shards 4-bit weights"
+    if isinstance(strategy, DeepSpeedStrategyConfig):
         yield Issue(
-            (f"strategy.{key}", "adapter.type"),
-            f"{what} shards the weights, and qlora packs weights into 4-bit blocks that cannot be "
-            "sharded",
-            "use strategy: {kind: ddp} alone, or adapter.type: lora, which supports sharding",
+            ("strategy.kind", "adapter.type"),
+            "deepspeed with adapter.type qlora is not built: a rank quantizes its own blocks of 64 "
+            "numbers, and DeepSpeed would cut a weight inside a block",
+            f"{instead} like ZeRO-3, or {{kind: ddp}} if the 4-bit model fits each GPU",
         )
+        return
+    reasons = {
+        "tp_size": "tensor-parallel ranks need columns of a matrix, and a block of 64 numbers "
+        "belongs to one row",
+        "pp_size": "the stages of a pipeline load 16-bit weights only",
+    }
+    for key, reason in reasons.items():
+        if (size := getattr(strategy, key, 1)) > 1:
+            yield Issue(
+                (f"strategy.{key}", "adapter.type"),
+                f"{key} {size} with adapter.type qlora is not built: {reason}",
+                f"delete {key} and {instead}",
+            )
 
 
 def _cut(adapter: AdapterConfig, strategy: MeshSection) -> Iterator[Issue]:

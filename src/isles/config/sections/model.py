@@ -67,8 +67,9 @@ class AdapterConfig(Section):
 
     type: Literal["none", "lora", "qlora"] = "none"
     """none trains every weight. lora freezes the model, adds small matrices, and trains only these.
-    qlora also holds the frozen matrices in 4 bits (bitsandbytes), complete on every rank. Other
-    frozen weights have 16 bits, or 32 bits with training.precision 32-true."""
+    qlora also holds the frozen matrices in 4 bits (bitsandbytes). With strategy {kind: fsdp} the
+    ranks shard them; with {kind: ddp} every rank has all of them. Other frozen weights have 16
+    bits, or 32 bits with training.precision 32-true."""
 
     r: Annotated[int, Field(ge=1, le=65_536)] = 16
     """Rank of the adapter matrices."""

@@ -451,9 +451,12 @@ class _Stage:
             kept = self._layers * self._block if setting.checkpointing == "none" else 0.0
             one = max(embedding, head, self._block)
             return _Gathered((kept + head) * width, (kept + one) * width, one * width)
-        buffer = head * width
+        buffer, block = head * width, self._block * width
+        if setting.block_bits:
+            # Gathered in 4 bits, and with the adapters, which weigh little next to 16-bit weights.
+            block = self._block * setting.block_bits / 8 + self._block_trained * width
         if holding.gathers in ("all", "backward"):
-            whole = (self._layers * self._block + self._ends) * width
+            whole = self._layers * block + self._ends * width
             whole += buffer if holding.weights > 1 else 0.0
             return _Gathered(whole if holding.gathers == "all" else 0.0, whole, whole)
         ends = max(embedding, head) * width
@@ -462,7 +465,7 @@ class _Stage:
             reducing = embedding * FP32
         # Weights of two blocks, gradients of one, and its fp32 buffer for the reduction.
         reduced = self._block_trained * (width + FP32)
-        backward = 2 * self._block * width + reduced + ends
+        backward = 2 * block + reduced + ends
         return _Gathered(ends + buffer + reducing, backward, backward)
 
 
