@@ -131,6 +131,7 @@ def test_a_rank_waits_outside_its_stages(five_layers):
         "strategy={kind: ddp, pp_size: 2}",
         "training.max_steps=3",
         "training.logging_steps=1",
+        "training.warmup_steps=1",
     )
     run_dir = train(five_layers, 2, *options)
     waits, steps = figures_of(run_dir, "communication_s"), figures_of(run_dir, "step_time_s")

@@ -132,6 +132,7 @@ def test_any_cut_learns_what_one_process_learns(run_file: Path, cases):
 def test_a_resumed_run_may_cut_its_pipeline_elsewhere(run_file: Path):
     model_with(run_file, num_hidden_layers=5)
     options = ("training.micro_batch_size=2", "training.lr_scheduler_type=constant")
+    options += ("training.warmup_steps=1",)
     reference = train(run_file, 1, *options, "training.max_steps=6")
     options += ("strategy={kind: ddp, pp_size: 2}", f"output_dir={run_file.parent / 'cut'}")
     found, resume = [], "no"

@@ -128,6 +128,8 @@ class Stepper:
         for module, optimizers in zip(self._modules, self._optimizers, strict=True):
             for name, value in _kept(module).items():
                 state[f"model.{name}"] = value
+            if not optimizers:
+                continue  # a pipeline stage without an adapter
             # With flattening it is one flat dict, unlike torch's own annotation.
             fields: dict[str, Any] = get_optimizer_state_dict(module, optimizers, options=_FLAT)
             for name, field in fields.items():
@@ -142,6 +144,8 @@ class Stepper:
         for module, optimizers in zip(self._modules, self._optimizers, strict=True):
             known = {name: state[f"model.{name}"] for name in _kept(module)}
             set_model_state_dict(module, known, options=_PARTLY)
+            if not optimizers:
+                continue
             # torch creates no fresh state to load into while gradients exist.
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=True)

@@ -68,7 +68,7 @@ class PipelineCut:
 
     @classmethod
     def read(cls, record: object) -> PipelineCut | None:
-        """The cut of a manifest; None: it has none, or one that cannot be read."""
+        """The cut of a manifest. None: the manifest has no readable cut."""
         try:
             assert isinstance(record, dict)
             devices = tuple((str(host), str(name)) for host, name in record["devices"])

@@ -189,7 +189,7 @@ def _pipeline(strategy: MeshSection, shape: Shape) -> Iterator[Issue]:
             "the model's head shares the weights of its embedding (tie_word_embeddings). With "
             f"tp_size {strategy.tp_size} the first and the last stage shard this weight "
             "differently",
-            "use a model without tied weights, or set tp_size: 1 or pp_size: 1",
+            "use a model without tied weights, or set tp_size: 1",
         )
     each = 2 if strategy.pp_schedule in _TWO_STAGES else 1
     layers, stages = _number(shape, "num_hidden_layers"), size * each

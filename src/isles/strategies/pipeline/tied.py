@@ -44,7 +44,7 @@ class TiedHead:
         self._copy = _weight(stages[last]) if last in stages else None
 
     def hide(self, is_hidden: bool) -> None:
-        """Hide the copy from those who look for weights to train, or show it again."""
+        """Hide the copy from code that looks for weights to train, or show it again."""
         if self._copy is not None:
             self._copy.requires_grad_(not is_hidden)
 

@@ -1,4 +1,4 @@
-"""Seconds of a step in which a rank of a pipeline does not compute."""
+"""The time that a rank of a pipeline waits during a step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Waiting:
         self._step = began, self._mark()
 
     def seconds(self) -> float | None:
-        """Seconds of the last step in which this rank waited. None: there was no step. Waits for
+        """Seconds that this rank waited during the last step. None before the first step. Waits for
         the GPU."""
         if self._step is None:
             return None
