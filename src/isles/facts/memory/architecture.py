@@ -410,4 +410,11 @@ class Architecture:
         if walk.is_trained:
             walk.save(routed, inner)
         walk.save(both, act, out)
+        if walk.adapter is not None:
+            shapes = {"gate_up_proj": (self.hidden, 2 * self.mlp_width)}
+            shapes["down_proj"] = (self.mlp_width, self.hidden)
+            for inputs, outputs in (shapes[name] for name in walk.adapter.experts):
+                walk.adapter_params += walk.adapter.r * self.experts * (inputs + outputs)
+                # peft adds the product of an adapter's matrices to the weights.
+                walk.save(walk.made(Value(self.experts * inputs, outputs, x.width)))
         return walk.made(x.like())

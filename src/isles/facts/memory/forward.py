@@ -63,12 +63,14 @@ class Adapter:
         width: bytes per number of the adapter.
         targets: matrices with an adapter, by the ends of their names. None: all.
         has_dropout: dropout keeps a mask of the input, and the masked input.
+        experts: stacked matrices of experts with an adapter, by the ends of their names.
     """
 
     r: int
     width: int
     targets: frozenset[str] | None
     has_dropout: bool = False
+    experts: frozenset[str] = frozenset()
 
 
 class Forward:
