@@ -45,6 +45,7 @@ def test_every_kind_has_as_many_numbers_as_transformers_gives_it():
     assert not wrong
 
 
+STACKS = ["all-linear", "experts.gate_up_proj", "experts.down_proj"]
 SETTINGS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("llama", {"gradient_checkpointing": "selective"}, {}),
     ("gemma2", {"precision": "bf16-true", "gradient_checkpointing": "full"}, {}),
@@ -56,6 +57,7 @@ SETTINGS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("qwen3", {}, {"strategy": FSDPStrategyConfig(cp_size=2), "ranks": 4}),
     ("llama", {"optimizer": "adamw_8bit"}, {}),
     ("qwen2", {}, {"packs": True}),
+    ("mixtral", {}, {"adapter": {"type": "lora", "target_modules": STACKS}}),
 )
 
 

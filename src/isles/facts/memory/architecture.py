@@ -392,7 +392,7 @@ class Architecture:
 
     def _experts(self, walk: Forward, x: Value) -> Value:
         # Each token uses a few experts. All tokens of one expert are one product.
-        scores = walk.linear(x, self.experts, "gate")
+        scores = walk.linear(x, self.experts, "router")
         walk.save(scores.like(width=4))
         if walk.is_trained:  # for the gradient of the balancing loss
             walk.save(scores)

@@ -197,7 +197,9 @@ class Forward:
         wide = numbers * (self.autocast or self.weight) if self.is_4bit else 0
         self.works_on(x, given, y, more_bytes=wide)
         adapter = self.adapter
-        if adapter is None or not (adapter.targets is None or name in adapter.targets):
+        # all-linear leaves routers out, because transformers has its own class for them.
+        is_target = adapter is not None and (adapter.targets is None or name in adapter.targets)
+        if adapter is None or not is_target or name == "router":
             return y
         return self._adapted(x, y, adapter)
 
