@@ -45,6 +45,7 @@ from tests.dist.test_strategies import check
 from tests.dist.test_strategy_resume import CONSTANT, STRATEGIES, check_chain
 from tests.engines import engine_of, fake_run
 from tests.ranks import refusal, run_ranks, train
+from tests.small_models import small_config
 
 LORA = ("adapter.type=lora", "adapter.r=4", "adapter.alpha=8", "training.learning_rate=0.01")
 LORA += ("model.init=pretrained", "tokenizer={}")
@@ -251,3 +252,49 @@ def test_qlora_from_the_first_step_to_the_export(run_file: Path, base: Path, nam
     assert result.returncode == 0 and result.stdout.startswith("abc"), result.stderr
     result = verb("eval", run)
     assert result.returncode == 0 and "validation loss" in result.stdout, result.stderr
+
+
+STACKS = "adapter.target_modules=[all-linear, experts.gate_up_proj, experts.down_proj]"
+
+
+@pytest.fixture
+def mixture(run_file: Path) -> Path:
+    """A base whose layers have experts."""
+    torch.manual_seed(0)
+    folder = run_file.parent / "tiny"
+    config = small_config("qwen3_moe", vocab_size=512)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    train_tokenizer(["some words"], 260).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.brief("fsdp")
+@pytest.mark.parametrize("names", [("fsdp",), ("ddp", "cp", "zero1", "zero2")], ids=" ".join)
+def test_every_strategy_trains_the_adapters_of_experts(run_file, mixture, names):
+    reference = train(run_file, 1, *LORA, STACKS)
+    assert any("experts" in name for name in weights_of(reference))
+    for name in names:
+        check(run_file, reference, 2, STRATEGIES[name], *LORA, STACKS)
+    zero = f"strategy={STRATEGIES['zero3']}"
+    error = refusal(run_file, 2, *LORA, STACKS, zero, resume="no")
+    assert "zero_stage 3 does not support adapters of stacked experts" in error["what"]
+
+
+@pytest.mark.brief("fsdp")
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_adapters_of_experts_are_resumed_and_exported(run_file, mixture, strategy):
+    options = (*LORA, *CONSTANT, STACKS, f"strategy={STRATEGIES[strategy]}")
+    export = "checkpoint.export_on_finish=true"
+    whole, resumed = whole_and_resumed(run_file, *options, export)
+    assert same_bits(whole, resumed)
+    resolved = load_resolved(whole.resolved.read_text())
+    checkpoint = find_checkpoint(whole, None)
+    trained = whole_model(resolved.config, None, torch.device("cpu"))
+    read_trained(trained, checkpoint.path)
+    exported = with_adapter(mixture, whole)
+    before = AutoModelForCausalLM.from_pretrained(mixture)
+    assert float((logits_of(exported) - logits_of(before)).abs().max()) > 0.01
+    assert_same_answers(trained.eval(), exported)
+    merged = run_file.parent / "merged"
+    export_step(whole, resolved, None, checkpoint.step, merged, merge=True)
+    assert_same_answers(AutoModelForCausalLM.from_pretrained(merged), exported)

@@ -17,10 +17,13 @@ from isles.config.sections.model import AdapterConfig, ModelConfig
 from isles.data.mix import build_datasets
 from isles.data.stream import segments
 from isles.errors import UserError
-from isles.models.adapter import import_peft
+from isles.facts.units import format_count
+from isles.models.adapter import add_adapter, base_name, import_peft
 from isles.models.build import build_empty_model
+from isles.models.fill import fill_adapter
 from isles.train.reach import adapter_notes
 from tests.data import quiet, write_rows
+from tests.each import each
 from tests.run_files import faults, load
 from tests.small_models import small_model
 from tests.unit.test_models import make_base
@@ -33,6 +36,7 @@ data: {sources: [{path: rows.jsonl, type: chat}], seq_length: 32, validation_fra
 training: {max_steps: 1}
 """
 START, END = "<|im_start|>", "<|im_end|>"
+STACKS = ("experts.gate_up_proj", "experts.down_proj")
 
 
 @pytest.fixture(autouse=True)
@@ -130,10 +134,44 @@ def test_a_head_that_is_the_embedding_gets_another_fix(tokenizer, tmp_path):
 def test_experts_that_get_no_adapter_are_named(kind, tokenizer, tmp_path):
     make_base(tmp_path / "base", kind, pad_token_id=None)
     (text,) = notes(tmp_path, tokenizer)
-    assert "trains no experts" in text and "experts.gate_up_proj, experts.down_proj" in text
+    stacks = "experts.gate_up_proj, experts.down_proj"
     sizes = {n: p.numel() for n, p in small_model(kind).named_parameters()}
-    share = sum(size for n, size in sizes.items() if "experts." in n) / sum(sizes.values())
-    assert f"{share:.0%}" in text
+    total = format_count(sum(size for n, size in sizes.items() if "experts." in n))
+    assert text.startswith(f"0 of {total} expert weights have an adapter")
+    assert f"adapter.target_modules: [all-linear, {stacks}] adapts them" in text
+    half = notes(tmp_path, tokenizer, "adapter.target_modules=[all-linear, experts.down_proj]")
+    down = format_count(sum(size for n, size in sizes.items() if "experts.down_proj" in n))
+    assert half[0].startswith(f"{down} of {total} expert weights have an adapter")
+    assert notes(tmp_path, tokenizer, f"adapter.target_modules=[all-linear, {stacks}]") == []
+
+
+@each(
+    ("down_proj", {}, ["experts.down_proj"]),
+    ("experts.gate_up_proj", {"r": 8}, ["experts.gate_up_proj"]),
+    ("q_proj", {"dropout": 0.5, "use_dora": True}, []),
+    ("experts.down_proj", {"dropout": 0.5}, "adapter.dropout does not work"),
+    ("experts.down_proj", {"use_dora": True}, "adapter.use_dora does not work"),
+)
+def test_stacked_experts_get_an_adapter_by_name(name, options, expected):
+    model = small_model("mixtral")
+    adapter = AdapterConfig(type="lora", target_modules=("o_proj", name), **options)
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            add_adapter(model, adapter, dtype=torch.float32, name="")
+        return
+    before = {n for n, _ in small_model("mixtral").named_parameters()}
+    add_adapter(model, adapter, dtype=torch.float32, name="")
+    assert {own for n, _ in model.named_parameters() if (own := base_name(n))} == before
+    wrapped = [m.parameter_name for m in model.modules() if hasattr(m, "parameter_name")]
+    assert wrapped == [n.rpartition(".")[2] for n in expected] * 2
+
+
+def test_routers_that_are_linear_layers_get_no_adapter():
+    """They return more than a product, which an adapter could not add to."""
+    model = small_model("phimoe")
+    add_adapter(model, AdapterConfig(type="lora"), dtype=torch.float32, name="")
+    assert not any("lora" in n and "router" in n for n, _ in model.named_parameters())
+    model(torch.arange(8)[None]).logits.sum().backward()
 
 
 GIVEN = {
@@ -186,3 +224,31 @@ def test_other_models_get_an_adapter_everywhere(tokenizer, tmp_path):
         make_base(tmp_path / kind, kind, pad_token_id=None).rename(tmp_path / "base")
         assert notes(tmp_path, tokenizer) == []
         (tmp_path / "base").rename(tmp_path / f"{kind}-done")
+
+
+def test_adapters_of_experts_reach_a_loss_that_others_do_not():
+    """The next token is any permutation of the tokens, which attention alone cannot learn."""
+    dice = torch.Generator().manual_seed(0)
+    successor = torch.randperm(64, generator=dice)
+    found = []
+    for targets in (("q_proj", "k_proj", "v_proj", "o_proj"), ("all-linear", *STACKS)):
+        model = small_model("qwen3_moe")
+        for name, parameter in model.named_parameters():
+            if "experts" in name or "lm_head" in name:
+                parameter.data.mul_(10 if "lm_head" in name else 5)
+        adapter = AdapterConfig(type="lora", r=8, alpha=16, target_modules=targets)
+        add_adapter(model, adapter, dtype=torch.float32, name="")
+        fill_adapter(model, 0)
+        optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.01)
+        losses = []
+        for _ in range(100):
+            ids = torch.randint(0, 64, (4, 32), generator=dice)
+            logits = model(input_ids=ids).logits.flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(logits, successor[ids].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found.append(losses)
+    without, with_experts = found
+    assert sum(with_experts[-10:]) / 10 < min(without) - 0.2, (with_experts[-1], min(without))

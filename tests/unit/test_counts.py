@@ -17,6 +17,7 @@
 | longest of five documents in a row of 74, as attention gets it | 74 | 64 | 64 |
 | casts of an adapted layer beyond those of its products | 4 | 0 | 0 |
 | casts of a Llama layer on one rank, forward and backward | 34 | 10 | 16 |
+| fp32 operands of grouped products on one rank, fp16-mixed | all | 0 | 0 |
 | graphs that blocks with balanced experts compile | - | 2 | 2 |
 | graphs that all blocks of a model compile, and more for other rows | 1, 1 | 1, 1 | 1, 1 |
 | products of a compiled Llama block that are not in fp8, of 21, fp8-mixed | 21 | 0 | 0 |

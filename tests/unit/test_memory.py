@@ -46,7 +46,7 @@ def test_every_kind_has_as_many_numbers_as_transformers_gives_it():
 
 
 LORA = {"type": "lora"}
-
+STACKS = ["all-linear", "experts.gate_up_proj", "experts.down_proj"]
 SETTINGS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("llama", {"gradient_checkpointing": "selective"}, {}),
     ("gemma2", {"precision": "bf16-true", "gradient_checkpointing": "full"}, {}),
@@ -61,6 +61,7 @@ SETTINGS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("llama", {}, {"adapter": {"type": "qlora"}, "strategy": FSDPStrategyConfig(), "ranks": 2}),
     ("llama", {"optimizer": "adamw_8bit"}, {}),
     ("qwen2", {}, {"packs": True}),
+    ("mixtral", {}, {"adapter": {"type": "lora", "target_modules": STACKS}}),
 )
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from isles.config.layout import Strategy, make_layout
 from isles.config.sections.model import AdapterConfig
@@ -181,20 +183,43 @@ def test_a_layer_casts_only_in_its_norms(kind):
     assert layer_casts(kind, autocast) > 2 * layer_casts(kind, step)
 
 
-def test_experts_multiply_in_16_bits():
-    """Grouped products are not on autocast's list, so autocast computes them in fp32."""
-    kinds = set()
+class GroupedKinds(TorchDispatchMode):
+    """The types of the operands of grouped products."""
 
-    class Kinds(Casts):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if "grouped_mm" in func.name():
-                kinds.update(x.dtype for x in args[:2])
-            return super().__torch_dispatch__(func, types, args, kwargs)
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = set[torch.dtype]()
 
-    model = small_model("qwen3_moe", experts_implementation="grouped_mm")
-    with Kinds():
-        step(model)
-    assert kinds == {torch.bfloat16}
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "grouped_mm" in func.name():
+            self.found.update(x.dtype for x in args[:2])
+        return func(*args, **(kwargs or {}))
+
+
+STACKS = ("experts.gate_up_proj", "experts.down_proj")
+
+
+@each(
+    *product(
+        ("mixtral", "qwen3_moe", "olmoe"),
+        (DDPStrategyConfig(), FSDPStrategyConfig()),
+        ("bf16-mixed", "fp16-mixed"),
+        ((), ("q_proj",), ("q_proj", *STACKS)),
+    )
+)
+def test_experts_multiply_in_16_bits(kind, strategy, precision, targets, *, world):
+    """Grouped products are not on autocast's list, so autocast would compute them in fp32."""
+    dtype = torch.bfloat16 if precision == "bf16-mixed" else torch.float16
+    model = small_model(kind, experts_implementation="grouped_mm")
+    if targets:
+        model = model.to(dtype)
+        adapter = AdapterConfig(type="lora", target_modules=targets)
+        add_adapter(model, adapter, dtype=torch.float32, name="")
+    engine = engine_of(model, strategy, world, precision)
+    with GroupedKinds() as kinds:
+        _, grads = learn(engine)
+    assert kinds.found == {dtype}
+    assert grads and all(gradient.dtype == torch.float32 for gradient in grads)
 
 
 def test_an_adapter_computes_in_16_bits_and_learns_in_32(world):

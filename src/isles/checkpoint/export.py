@@ -447,15 +447,23 @@ def _merge(model: nn.Module) -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
+    inner: set[nn.Module] = set()  # a module with two adapted stacks of experts has two layers
     for name, module in list(model.named_modules()):
+        if module in inner:
+            continue
         if isinstance(module, BaseTunerLayer):
             base: Any = module.get_base_layer()
-            dtype = base.weight.dtype
-            base.weight.data = base.weight.data.float()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                module.merge(safe_merge=True)
-            base.weight.data = base.weight.data.to(dtype)
+            layer: Any = module
+            while isinstance(layer, BaseTunerLayer):
+                inner.add(layer)
+                weight = getattr(base, getattr(layer, "parameter_name", "weight"))
+                dtype = weight.dtype
+                weight.data = weight.data.float()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    layer.merge(safe_merge=True)
+                weight.data = weight.data.to(dtype)
+                layer = layer.base_layer
             replacement = base
         elif isinstance(module, ModulesToSaveWrapper):
             [replacement] = module.modules_to_save.values()

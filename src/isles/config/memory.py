@@ -82,9 +82,9 @@ def setting_of(
     per_sample = 2 if training.method == "dpo" else 1
     method = config.strategy.cp_method if isinstance(config.strategy, MeshSection) else ""
     length = config.data.seq_length
-    targets = None
-    if adapter.target_modules != "all-linear":
-        targets = frozenset(name.rpartition(".")[2] for name in adapter.target_modules)
+    named = adapter.target_modules
+    named = (named,) if isinstance(named, str) else named
+    ends = frozenset(name.rpartition(".")[2] for name in named)
     block_bits = 0.0
     if adapter.type == "qlora":
         block_bits = _NF4_DOUBLE_BITS if adapter.bnb_4bit_use_double_quant else _NF4_BITS
@@ -99,7 +99,8 @@ def setting_of(
         checkpointing=training.gradient_checkpointing,
         accumulates=micro_batches > 1,
         adapter_rank=0 if adapter.type == "none" else adapter.r,
-        adapter_targets=targets,
+        adapter_targets=None if "all-linear" in ends else ends,
+        adapter_experts=ends & {"gate_up_proj", "down_proj"},
         block_bits=block_bits,
         has_dropout=adapter.dropout > 0,
         is_packed=layout.cp == 1 and isolates_any(config.data),

@@ -21,6 +21,9 @@ from isles.config.sections.training import Precision
 from isles.dist.batch import MIXED_DTYPE
 from isles.errors import UserError
 from isles.models.four_bit import CONSTANTS, PACKED, is_four_bit
+from isles.models.routers import find_routers
+
+_ALL = "all-linear"
 
 _NAME = "default"
 """Name of isles' adapter; peft allows several adapters per model."""
@@ -77,6 +80,7 @@ def add_adapter(model: Any, adapter: AdapterConfig, *, dtype: torch.dtype, name:
         UserError: modules in the run file do not exist or cannot have an adapter.
     """
     peft = import_peft(adapter)
+    stacks = _find_stacks(model, adapter)
     targets = _find_targets(model, adapter)
     for whole in _named(model, adapter.modules_to_save, "adapter.modules_to_save"):
         inner = [name for name in targets if name == whole or name.startswith(f"{whole}.")]
@@ -96,8 +100,8 @@ def add_adapter(model: Any, adapter: AdapterConfig, *, dtype: torch.dtype, name:
             )
     _check_tied(model, [*targets, *_named(model, adapter.modules_to_save)])
     # For adapter_config.json: the short names, if they match the same modules.
-    short = list(adapter.target_modules)
-    if adapter.target_modules == "all-linear":
+    short = [name for name in adapter.target_modules if name not in stacks]
+    if _ALL in (adapter.target_modules, *short):
         short = sorted({name.rpartition(".")[2] for name in targets})
         short = short if set(_named(model, short)) == set(targets) else targets
     config = peft.LoraConfig(
@@ -105,6 +109,7 @@ def add_adapter(model: Any, adapter: AdapterConfig, *, dtype: torch.dtype, name:
         lora_alpha=int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,
         lora_dropout=adapter.dropout,
         target_modules=short,
+        target_parameters=stacks or None,
         modules_to_save=list(adapter.modules_to_save) or None,
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,
@@ -138,7 +143,9 @@ def base_name(name: str) -> str | None:
     an adapter's, and the constants of weights in 4 bits."""
     if is_fresh(name) or _MAGNITUDE in name or name.endswith(CONSTANTS):
         return None
-    for inserted in (".base_layer.", ".original_module.", f".modules_to_save.{_NAME}."):
+    while ".base_layer." in name:  # each adapted stack of experts adds one
+        name = name.replace(".base_layer.", ".", 1)
+    for inserted in (".original_module.", f".modules_to_save.{_NAME}."):
         name = name.replace(inserted, ".")
     return name.removesuffix(PACKED)
 
@@ -174,16 +181,44 @@ def lengths(weight: Tensor, axis: int) -> Tensor:
     return found
 
 
+def stacked(model: nn.Module) -> list[str]:
+    """The names of the matrices of all experts of a layer, which are one tensor and no module."""
+    return [name for name, p in model.named_parameters() if p.ndim > 2 and "expert" in name]
+
+
+def _find_stacks(model: nn.Module, adapter: AdapterConfig) -> list[str]:
+    # The names in the run file that match stacked matrices of experts, and no module.
+    wanted = () if isinstance(adapter.target_modules, str) else adapter.target_modules
+    modules, known = [name for name, _ in model.named_modules()], stacked(model)
+    found = [one for one in wanted if _matches(known, one) and not _matches(modules, one)]
+    for key, value in (("dropout", adapter.dropout), ("use_dora", adapter.use_dora)):
+        if found and value:
+            raise UserError(
+                f"adapter.{key} does not work for the stacked matrices {', '.join(found)}: peft "
+                "adds their adapter to the weights, not to the outputs",
+                where=f"adapter.{key}",
+                fix=f"delete adapter.{key}, or remove these names from adapter.target_modules",
+                id="adapter.modules",
+            )
+    return found
+
+
 def _find_targets(model: Any, adapter: AdapterConfig) -> list[str]:
     from transformers.pytorch_utils import Conv1D
 
-    if adapter.target_modules == "all-linear":
-        lm_head = model.get_output_embeddings()
+    stacks = _find_stacks(model, adapter)
+    given = adapter.target_modules
+    names = [given] if isinstance(given, str) else [n for n in given if n not in stacks]
+    found: list[str] = []
+    if _ALL in names:
+        lm_head, routers = model.get_output_embeddings(), find_routers(model)
         # Linear layers; some models have their own class (GPT-2's Conv1D).
         found = [
             name
             for name, module in model.named_modules()
-            if isinstance(module, nn.Linear | Conv1D) and module is not lm_head
+            if isinstance(module, nn.Linear | Conv1D)
+            and module is not lm_head
+            and name not in routers  # a router returns more than a product
         ]
         if not found:
             raise UserError(
@@ -192,8 +227,8 @@ def _find_targets(model: Any, adapter: AdapterConfig) -> list[str]:
                 fix=f"list the modules: {', '.join(_known_names(model))}",
                 id="adapter.modules",
             )
-        return found
-    return _named(model, adapter.target_modules, "adapter.target_modules")
+    named = _named(model, [name for name in names if name != _ALL], "adapter.target_modules")
+    return list(dict.fromkeys([*found, *named]))
 
 
 def _named(model: nn.Module, wanted: Iterable[str], key: str = "") -> list[str]:
@@ -201,7 +236,7 @@ def _named(model: nn.Module, wanted: Iterable[str], key: str = "") -> list[str]:
     every = [name for name, _ in model.named_modules() if name]
     found: list[str] = []
     for one in wanted:
-        matches = [name for name in every if name == one or name.endswith(f".{one}")]
+        matches = _matches(every, one)
         if not matches:
             near = difflib.get_close_matches(one, {n.rpartition(".")[2] for n in every}, n=3)
             meant = f"did you mean {' or '.join(near)}? " if near else ""
@@ -213,6 +248,10 @@ def _named(model: nn.Module, wanted: Iterable[str], key: str = "") -> list[str]:
             )
         found += matches
     return list(dict.fromkeys(found))
+
+
+def _matches(names: Iterable[str], end: str) -> list[str]:
+    return [name for name in names if name == end or name.endswith(f".{end}")]
 
 
 def _check_tied(model: Any, chosen: list[str]) -> None:

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from isles.config.sections.model import AdapterConfig, ModelConfig
-from isles.models.adapter import base_name
+from isles.models.adapter import base_name, stacked
 from isles.models.fill import weights_folder
 
 _LEAST_SHARE = 0.1
@@ -24,16 +24,25 @@ _COMPARED = 1024
 """Number of evenly spread vocabulary rows for the median length."""
 
 
-def beyond_adapter(model: nn.Module) -> tuple[float, list[str]]:
-    """The share of a model's weights in stacked matrices, which get no adapter, and their names.
+def beyond_adapter(model: nn.Module) -> tuple[int, int, list[str]]:
+    """The experts' weights with an adapter and all experts' weights, in numbers; and the names of
+    the stacked matrices without an adapter.
 
     A mixture holds all experts of a layer in one tensor, which is not a linear layer.
     """
     sizes = {name: p.numel() for name, p in model.named_parameters() if base_name(name) is not None}
-    stacks = [n for n, p in model.named_parameters() if p.ndim > 2 and not p.requires_grad]
-    share = sum(sizes.get(name, 0) for name in stacks) / max(1, sum(sizes.values()))
-    names = dict.fromkeys(".".join(name.split(".")[-2:]) for name in stacks)
-    return (share, list(names)) if share > _LEAST_SHARE else (0.0, [])
+    adapted = {
+        f"{name.removesuffix('.base_layer')}.{module.parameter_name}".replace(".base_layer.", ".")
+        for name, module in model.named_modules()
+        if hasattr(module, "parameter_name")
+    }
+    stacks = {base_name(name) or "": sizes[name] for name in stacked(model) if name in sizes}
+    without = [name for name in stacks if name not in adapted]
+    names = dict.fromkeys(".".join(name.split(".")[-2:]) for name in without)
+    total = sum(stacks.values())
+    if total <= _LEAST_SHARE * sum(sizes.values()):
+        return 0, 0, []
+    return total - sum(stacks[name] for name in without), total, list(names)
 
 
 def never_trained(

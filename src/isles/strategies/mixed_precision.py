@@ -21,7 +21,8 @@ class MixedPrecision:
     fp32 and added to the gradient of its weight. FSDP2's MixedPrecisionPolicy computes the same, so
     that a run computes alike on one rank and on many. Under autocast, the residual stream would be
     fp32, and every matrix would cast its input. fp16-mixed still uses autocast, because a residual
-    stream in fp16 overflows in many models.
+    stream in fp16 overflows in many models. Autocast does not know the grouped products of experts,
+    so with fp16-mixed only the stacked matrices of experts get copies.
 
     Args:
         model: on its device; weights that are not fp32 stay as they are.
@@ -30,8 +31,9 @@ class MixedPrecision:
 
     def __init__(self, model: nn.Module, precision: str, device: torch.device) -> None:
         self._dtype, self._kind = MIXED_DTYPE.get(precision), device.type
-        self._has_copies = self._dtype is torch.bfloat16
-        self._groups = _groups(model) if self._has_copies else []
+        self._autocasts = precision == "fp16-mixed"
+        dims = {"bf16-mixed": 0, "fp8-mixed": 0, "fp16-mixed": 3}.get(precision)
+        self._groups = [] if dims is None else _groups(model, dims)
         self._waiting: dict[nn.Module, tuple[Tensor, ...]] = {}
         """Copies of the modules that have not run in this micro-batch, without gradients yet."""
         self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
@@ -75,8 +77,7 @@ class MixedPrecision:
 
     def forward(self) -> torch.autocast:
         """The context of a forward pass alone, within `micro_batch`."""
-        enabled = self._dtype is not None and not self._has_copies
-        return torch.autocast(self._kind, dtype=self._dtype, enabled=enabled)
+        return torch.autocast(self._kind, dtype=self._dtype, enabled=self._autocasts)
 
     def _put(self, group: tuple[nn.Parameter, ...], values: tuple[Any, ...]) -> None:
         for parameter, value in zip(group, values, strict=True):
@@ -84,9 +85,10 @@ class MixedPrecision:
                 module._parameters[name] = value
 
 
-def _groups(model: nn.Module) -> list[tuple[nn.Module | None, tuple[nn.Parameter, ...]]]:
+def _groups(model: nn.Module, dims: int) -> list[tuple[nn.Module | None, tuple[nn.Parameter, ...]]]:
     # The fp32 weights of each block and of the head, with this module; and of each other module,
-    # without it. The gradients of a group are cast together.
+    # without it. The gradients of a group are cast together. Only weights of `dims` or more
+    # dimensions.
     try:
         owners = find_blocks(model)
     except UserError:  # a model without blocks
@@ -103,7 +105,8 @@ def _groups(model: nn.Module) -> list[tuple[nn.Module | None, tuple[nn.Parameter
         *((module, module.parameters()) for module in owners),
         *((None, module.parameters(recurse=False)) for module in model.modules()),
     ]:
-        group = tuple(p for p in parameters if p.dtype == torch.float32 and p not in seen)
+        wanted = (p for p in parameters if p.dtype == torch.float32 and p.ndim >= dims)
+        group = tuple(p for p in wanted if p not in seen)
         seen.update(group)
         if group:
             groups.append((owner, group))

@@ -1,4 +1,4 @@
-"""Warnings about data that an adapter cannot learn."""
+"""Warnings about weights that a run does not train, and data that it cannot learn."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from isles.config.sections.model import ModelConfig
 from isles.config.sections.run import RunConfig
 from isles.data.mix import Dataset
 from isles.dist.batch import IGNORE_INDEX
+from isles.facts.units import format_count
 from isles.models.untrained import beyond_adapter, never_trained
 
 _SAMPLES = 256
@@ -23,13 +24,17 @@ def adapter_notes(
     config: RunConfig, model: Any, tokenizer: Any, training: Dataset
 ) -> Iterator[str]:
     """Warnings for the user about weights that the adapter does not train. One rank calls this."""
-    share, names = beyond_adapter(model)
+    adapted, total, names = beyond_adapter(model)
     if names:
+        given = config.adapter.target_modules
+        targets = [given] if isinstance(given, str) else [*given]
+        fix = f"adapter.target_modules: [{', '.join([*targets, *names])}]"
+        if config.adapter.dropout or config.adapter.use_dora:
+            fix += " without adapter.dropout and adapter.use_dora"
         yield (
-            f"the adapter trains no experts: {', '.join(names)} have {share:.0%} of the model's "
-            f"weights "
-            "in stacked matrices instead of linear layers, so they stay unchanged. "
-            "adapter.type: none trains them"
+            f"{format_count(adapted)} of {format_count(total)} expert weights have an adapter. "
+            f"{', '.join(names)} are stacked matrices instead of linear layers, so all-linear "
+            f"does not include them. {fix} adapts them, and adapter.type: none trains them whole"
         )
     if tokenizer is None:
         return

@@ -279,6 +279,8 @@ def make_engine(
             from isles.strategies.deepspeed.engine import DeepSpeedEngine
 
             check_accumulation(config, strategy, world.world_size)
+            if is_sharded(strategy):
+                _check_stacks(model)
             return DeepSpeedEngine(
                 model,
                 materialize,
@@ -333,6 +335,18 @@ def make_engine(
             )
         case _:
             assert_never(strategy)
+
+
+def _check_stacks(model: nn.Module) -> None:
+    # ZeRO 3 gathers the weights of a module when the module is called.
+    if any(hasattr(module, "parameter_name") for module in model.modules()):
+        raise UserError(
+            "deepspeed with zero_stage 3 does not support adapters of stacked experts: peft reads "
+            "the adapter's weights without calling their module, so that ZeRO does not gather them",
+            where="strategy.zero_stage",
+            fix="use strategy: {kind: fsdp}, or remove the experts from adapter.target_modules",
+            id="adapter.modules",
+        )
 
 
 def make_routers(config: ModelConfig, model: Any, mesh: Mesh, world: World) -> Routers | None:

@@ -84,7 +84,8 @@ class AdapterConfig(Section):
         Literal["all-linear"] | Annotated[tuple[Text, ...], Field(min_length=1, strict=False)]
     ) = "all-linear"
     """Matrices that get an adapter, by the ends of their names, such as [q_proj, v_proj].
-    all-linear: every linear layer except the output head."""
+    all-linear: every linear layer except the output head. The experts of a mixture are stacked
+    matrices: [all-linear, experts.gate_up_proj, experts.down_proj]."""
 
     modules_to_save: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """Modules to train and save in full, such as [embed_tokens, lm_head]."""

@@ -392,7 +392,7 @@ class Architecture:
 
     def _experts(self, walk: Forward, x: Value) -> Value:
         # Each token uses a few experts. All tokens of one expert are one product.
-        scores = walk.linear(x, self.experts, "gate")
+        scores = walk.linear(x, self.experts, "router")
         walk.save(scores.like(width=4))
         if walk.is_trained:  # for the gradient of the balancing loss
             walk.save(scores)
@@ -410,4 +410,11 @@ class Architecture:
         if walk.is_trained:
             walk.save(routed, inner)
         walk.save(both, act, out)
+        if walk.adapter is not None:
+            shapes = {"gate_up_proj": (self.hidden, 2 * self.mlp_width)}
+            shapes["down_proj"] = (self.mlp_width, self.hidden)
+            for inputs, outputs in (shapes[name] for name in walk.adapter.experts):
+                walk.adapter_params += walk.adapter.r * self.experts * (inputs + outputs)
+                # peft adds the product of an adapter's matrices to the weights.
+                walk.save(walk.made(Value(self.experts * inputs, outputs, x.width)))
         return walk.made(x.like())

@@ -63,12 +63,14 @@ class Adapter:
         width: bytes per number of the adapter.
         targets: matrices with an adapter, by the ends of their names. None: all.
         has_dropout: dropout keeps a mask of the input, and the masked input.
+        experts: stacked matrices of experts with an adapter, by the ends of their names.
     """
 
     r: int
     width: int
     targets: frozenset[str] | None
     has_dropout: bool = False
+    experts: frozenset[str] = frozenset()
 
 
 class Forward:
@@ -195,7 +197,9 @@ class Forward:
         wide = numbers * (self.autocast or self.weight) if self.is_4bit else 0
         self.works_on(x, given, y, more_bytes=wide)
         adapter = self.adapter
-        if adapter is None or not (adapter.targets is None or name in adapter.targets):
+        # all-linear leaves routers out, because transformers has its own class for them.
+        is_target = adapter is not None and (adapter.targets is None or name in adapter.targets)
+        if adapter is None or not is_target or name == "router":
             return y
         return self._adapted(x, y, adapter)
 

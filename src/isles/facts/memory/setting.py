@@ -82,6 +82,7 @@ class MemorySettings:
             needs the whole logits.
         adapter_rank: rank of the adapter. 0: all weights are trained.
         adapter_targets: matrices with an adapter, by the ends of their names. None: all.
+        adapter_experts: stacked matrices of experts with an adapter, by the ends of their names.
         adapter_width: bytes per number of an adapter. 0 means the width of trained weights.
         block_bits: bits per number of the blocks' frozen matrices. 0: same as other frozen weights.
         has_dropout: whether the adapter has dropout.
@@ -104,6 +105,7 @@ class MemorySettings:
     is_chunked: bool = True
     adapter_rank: int = 0
     adapter_targets: frozenset[str] | None = None
+    adapter_experts: frozenset[str] = frozenset()
     adapter_width: int = 0
     block_bits: float = 0.0
     has_dropout: bool = False

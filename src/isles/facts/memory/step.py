@@ -103,7 +103,11 @@ class Count:
             casts = self.holding.casts_whole and setting.is_mixed
             width = self.width if casts else setting.trained_width
             adapter = Adapter(
-                setting.adapter_rank, width, setting.adapter_targets, setting.has_dropout
+                setting.adapter_rank,
+                width,
+                setting.adapter_targets,
+                setting.has_dropout,
+                setting.adapter_experts,
             )
         autocast = setting.compute_width if setting.is_mixed else None
         walk = Forward(
