@@ -45,10 +45,12 @@ def give_base(run_file: Path) -> None:
     train_tokenizer(["some words"], 260).save_pretrained(run_file.parent / "tiny")
 
 
-@pytest.mark.brief("fsdp 2-nf4", "fsdp 3-fp4", "offload 2-dora")
+@pytest.mark.brief("fsdp 2-nf4", "fsdp 3-fp4", "offload 2-dora", "pp 2-nf4")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "how", ["fsdp 2", "fsdp 3", "zero2-like 2", "offload 2", "offload 1", "hsdp 4", "cp 2"]
+    "how",
+    ["fsdp 2", "fsdp 3", "zero2-like 2", "offload 2", "offload 1", "hsdp 4", "cp 2"]
+    + ["pp 2", "fsdp-pp 4", "zbv 2"],
 )
 def test_sharded_four_bits_train_the_adapter_of_one_process(run_file, how, kind):
     """After 20 steps, with activations that are computed again."""
@@ -65,7 +67,7 @@ def test_sharded_four_bits_train_the_adapter_of_one_process(run_file, how, kind)
 
 def test_a_run_in_four_bits_resumes_under_ddp_and_fsdp_on_any_ranks(run_file):
     give_base(run_file)
-    links = [("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("ddp", 1)]
+    links = [("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("pp", 2), ("ddp", 1)]
     check_chain(run_file, [(STRATEGIES[name], ranks) for name, ranks in links], *QLORA)
 
 

@@ -133,7 +133,6 @@ def check_refused(tmp_path: Path, source: str, what: str, fix: str, *given: str)
     (f"fp4 {NOTHING} type lora", "type: qlora", LORA, "adapter.bnb_4bit_quant_type=fp4"),
     ("would cut a weight inside a block", "{kind: fsdp}", QLORA, "strategy={kind: deepspeed}"),
     ("tp_size 2 with adapter.type qlora is not built", "{kind: fsdp}", QLORA, TENSOR),
-    ("pp_size 2 with adapter.type qlora is not built", "{kind: fsdp}", QLORA, PIPELINE),
     ("0.1 does not work with tp_size 2", "tp_size: 1", LORA, TENSOR, "adapter.dropout=0.1"),
     ("which no rank has", "tp_size: 1", LORA, TENSOR, "adapter.use_dora=true"),
     ("q_proj is in both target_modules", "one of the two", LORA, TARGETS, SAVED),

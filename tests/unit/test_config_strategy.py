@@ -72,7 +72,7 @@ LONG = {"rope_type": "longrope", ORIGINAL: 512}
     ("cp_size: 2", {"rope_parameters": LONG}, "(longrope) change beyond 512", "512 or less"),
     ("cp_size: 2", {"rope_scaling": {"type": "longrope"}, ORIGINAL: 512}, "longrope", "cp_size: 1"),
     ("pp_size: 2", {"layer_types": ["linear_attention"]}, "linear_attention", "pp_size: 1"),
-    ("tp_size: 2, pp_size: 2", {"tie_word_embeddings": True}, "tie_word_embeddings", "pp_size"),
+    ("tp_size: 2, pp_size: 2", {"tie_word_embeddings": True}, "tie_word_embeddings", "tp_size"),
     ("pp_size: 8", {}, "pp_size 8 needs 8 layers, and the model has 6", "6 or less"),
     ("pp_size: 4, pp_schedule: zbv", {}, "by pp_schedule zbv, needs 8 layers", "3 or less"),
     ("cp_size: 1", {"max_position_embeddings": None, "n_positions": 9}, "1024", "9 or"),
@@ -205,7 +205,7 @@ def test_four_bits_are_sharded_if_the_model_does_not_fit_whole(gib, chosen, *, t
     """ddp sends the least, so its speed is not compared with others."""
     more = ("adapter.type=qlora", "training.gradient_checkpointing=full")
     config = load(tmp_path, GOOD, *more).config
-    chip = Chip.of(named_gpu("h100"), is_narrow=True)
+    chip = Chip.of(named_gpu("h100"), "16-bit")
     machine = Resources(8, 8, gib * 2**30, Links(8, 1, 200e9, 0.0), chip)
     [(strategy, _)] = fitting_strategies(Architecture.of(SHAPES["8b"]), config, machine)
     assert describe(strategy).split()[-1] == chosen

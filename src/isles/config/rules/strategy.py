@@ -214,18 +214,13 @@ def _four_bits(config: RunConfig) -> Iterator[Issue]:
             f"{instead} like ZeRO-3, or {{kind: ddp}} if the 4-bit model fits each GPU",
         )
         return
-    reasons = {
-        "tp_size": "tensor-parallel ranks need columns of a matrix, and a block of 64 numbers "
-        "belongs to one row",
-        "pp_size": "the stages of a pipeline load 16-bit weights only",
-    }
-    for key, reason in reasons.items():
-        if (size := getattr(strategy, key, 1)) > 1:
-            yield Issue(
-                (f"strategy.{key}", "adapter.type"),
-                f"{key} {size} with adapter.type qlora is not built: {reason}",
-                f"delete {key} and {instead}",
-            )
+    if (size := getattr(strategy, "tp_size", 1)) > 1:
+        yield Issue(
+            ("strategy.tp_size", "adapter.type"),
+            f"tp_size {size} with adapter.type qlora is not built: tensor-parallel ranks need "
+            "columns of a matrix, and a block of 64 numbers belongs to one row",
+            f"delete tp_size and {instead}",
+        )
 
 
 def _cut(adapter: AdapterConfig, strategy: MeshSection) -> Iterator[Issue]:
