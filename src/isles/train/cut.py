@@ -177,7 +177,7 @@ def _speeds(
     measured = [1 / row_s for row_s, _ in every if row_s is not None]
     if len(measured) < len(every) or not all(is_settled for _, is_settled in every):
         log.info(
-            "balance: the measured speeds did not settle, or a GPU had no room to measure; all "
+            "balance: the measured speeds did not settle, or a GPU had no room to measure. All "
             "ranks of the pipeline count as equally fast"
         )
         return [1.0] * world.world_size

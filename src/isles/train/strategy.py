@@ -304,10 +304,7 @@ def make_engine(
             )
         case DDPStrategyConfig() | FSDPStrategyConfig() if strategy.pp_size > 1:
             from isles.strategies.pipeline.engine import PipelineEngine
-            from isles.strategies.pipeline.stages import stages_per_rank
 
-            count = strategy.pp_size * stages_per_rank(strategy.pp_schedule)
-            layout, length = mesh.layout, config.data.seq_length
             return PipelineEngine(
                 model,
                 materialize,
@@ -317,7 +314,7 @@ def make_engine(
                 world,
                 precision=precision,
                 is_whole=has_whole_stages(strategy),
-                layers=stages_of(architecture_of(model), length, count, layout.cut),
+                layers=_stages(strategy, model, mesh, config),
                 parallelize=functools.partial(_cut_matrices, mesh=mesh),
             )
         case DDPStrategyConfig() | FSDPStrategyConfig():
@@ -335,6 +332,16 @@ def make_engine(
             )
         case _:
             assert_never(strategy)
+
+
+def _stages(
+    strategy: MeshSection, model: nn.Module, mesh: Mesh, config: RunConfig
+) -> Sequence[range]:
+    # The layers of each stage.
+    from isles.strategies.pipeline.stages import stages_per_rank
+
+    count = strategy.pp_size * stages_per_rank(strategy.pp_schedule)
+    return stages_of(architecture_of(model), config.data.seq_length, count, mesh.layout.cut)
 
 
 def _check_stacks(model: nn.Module) -> None:
