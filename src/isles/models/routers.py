@@ -9,8 +9,8 @@ def find_routers(model: nn.Module) -> dict[str, int]:
     """The routers of a Hugging Face model by their names, and the number of experts of each.
 
     A router returns the scores of all experts [N, E], and the weights and indices of the chosen
-    experts [N, K]. transformers records the outputs of these modules. The result is empty for other models, and
-    for models with a different number of experts in each layer.
+    experts [N, K]. transformers records the outputs of these modules. The result is empty for other
+    models, and for models with a different number of experts in each layer.
 
     Args:
         model: not sharded yet.
