@@ -211,6 +211,16 @@ def test_four_bits_are_sharded_if_the_model_does_not_fit_whole(gib, chosen, *, t
     assert describe(strategy).split()[-1] == chosen
 
 
+@each("training.precision=fp8-mixed", "adapter.type=qlora", "data.seq_length=500")
+def test_rules_of_sizes_are_for_sizes_that_are_known(setting, *, tmp_path):
+    """The other rules of these settings hold."""
+    automatic = "strategy={kind: auto, pp_size: auto}"
+    try:
+        load(tmp_path, GOOD, automatic, setting)
+    except ConfigErrors as errors:
+        assert "pp_size" not in str(errors)
+
+
 SHORT = json.dumps({**LLAMA, "max_position_embeddings": 8})
 
 

@@ -5,6 +5,7 @@ Here torchao emulates fp8 products; only the graph of a compiled block has the r
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torchao.float8 import Float8LinearConfig
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 
 from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
@@ -28,6 +29,7 @@ from isles.strategies.fsdp import find_blocks
 from isles.strategies.mixed_precision import MixedPrecision
 from isles.train import fp8
 from isles.train.fp8 import use_fp8
+from isles.train.products import products_of_export
 from tests.each import each
 from tests.small_models import small_model
 from tests.unit.test_counts import fake_ranks
@@ -190,3 +192,15 @@ def test_an_uncompiled_block_keeps_what_bf16_mixed_keeps():
             out = model.model(input_ids=IDS).last_hidden_state
         kept.append((sum(storages.values()), len(storages), out.dtype))
     assert kept[0] == kept[1]
+
+
+def test_scores_for_the_export_are_without_fp8():
+    layer = nn.Linear(32, 32)
+    plain = copy.deepcopy(layer)
+    model = nn.ModuleList([nn.Sequential(layer)])
+    convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
+    x = torch.randn(4, 32)
+    assert not torch.equal(model[0](x), plain(x))
+    with products_of_export(model):
+        assert torch.equal(model[0](x), plain(x))
+    assert not torch.equal(model[0](x), plain(x))

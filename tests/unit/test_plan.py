@@ -203,6 +203,18 @@ def test_every_kind_of_checkpointing_has_a_plan(kind, *, here):
         assert moved.time is not None and moved.time.total_s > own.time.total_s
 
 
+@each(
+    ("4xt4", "32-true", "fp16-mixed"),
+    ("4x4090", "32-true", "bf16-mixed"),
+    ("4x4090", "fp8-mixed", "bf16-mixed"),
+)
+def test_options_have_a_precision_that_cards_and_adapters_support(gpus, given, taken, *, here):
+    cluster = only(planned("strategy={kind: ddp}", f"training.precision={given}", gpus=gpus))
+    changes = {rung.name: rung.changes for rung in cluster.ladder}
+    assert "strategy: {kind: fsdp}" in changes
+    assert changes["adapter: {type: qlora}"]["training.precision"] == taken
+
+
 def test_a_compiled_run_gets_the_options_after_offload(here):
     """It refuses to offload, so that is not kept."""
     cluster = only(planned("strategy={kind: ddp}", "training.torch_compile=true", gpus="2x3070"))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from isles.config.sections.model import AdapterConfig, ModelConfig
@@ -23,7 +23,7 @@ from isles.models.adapter import add_adapter
 from isles.models.recompute import set_gradient_checkpointing
 from isles.models.routers import find_routers
 from isles.strategies.base import Engine
-from isles.strategies.routers import Routers
+from isles.strategies.routers import _PLACE, Routers, _balance, _Place
 from isles.train.compiled import compile_blocks
 from isles.train.reach import balance_notes
 from isles.train.strategy import make_routers
@@ -249,3 +249,14 @@ def test_a_mixture_from_scratch_keeps_its_experts_in_use(world):
     assert with_loss[0] > 0.9, with_loss
     assert without[0] < 0.8, without
     assert with_loss[1] < F.cross_entropy(torch.zeros(1, 64), torch.tensor([0])) - 1.0
+
+
+def test_what_a_router_returns_beside_its_choice_stays(world):
+    router = nn.Module()
+    place = _Place(torch.zeros(2, 4), torch.ones(3), torch.zeros(4))
+    setattr(router, _PLACE, place)
+    scores, weights = torch.randn(3, 4), torch.rand(3, 2, requires_grad=True)
+    chosen, more = torch.tensor([[0, 1], [1, 2], [3, 0]]), object()
+    found = _balance(router, None, (scores, weights, chosen, more))
+    assert found[0] is scores and torch.equal(found[1], weights)
+    assert found[2] is chosen and found[3] is more

@@ -134,7 +134,7 @@ def refuse_other_run(run_dir: RunDir, world: World, disks: Disks) -> None:
 
 def load_tensors(
     state: dict[str, Any], folder: Path, *, alone: bool = False, optional: Collection[str] = ()
-) -> None:
+) -> list[str]:
     """Fill the tensors of `state` from a checkpoint, in place, on any number of ranks.
 
     Args:
@@ -142,12 +142,16 @@ def load_tensors(
         alone: load in this process only; otherwise all ranks must call this.
         optional: tensors that keep their values if the checkpoint lacks them.
 
+    Returns:
+        The optional tensors that the checkpoint lacks.
+
     Raises:
         TrainingError: the checkpoint lacks a tensor, or its shape or kind of numbers differs.
     """
     reader = TensorReader(folder)
     known = reader.index().tensors
-    state = {name: state[name] for name in state if name in known or name not in optional}
+    absent = [name for name in state if name in optional and name not in known]
+    state = {name: value for name, value in state.items() if name not in absent}
     missing = [name for name in state if name not in known]
     if missing:
         raise TrainingError(
@@ -184,6 +188,7 @@ def load_tensors(
                 fix="check the disk, or choose another checkpoint from `isles checkpoint list`",
                 id="checkpoint.broken",
             ) from error
+    return absent
 
 
 def rng_file(folder: Path, rank: int) -> Path:

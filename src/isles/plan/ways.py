@@ -18,6 +18,8 @@ from isles.config.sections.strategy import (
     DeepSpeedStrategyConfig,
     FSDPStrategyConfig,
 )
+from isles.config.sections.training import Precision
+from isles.facts.gpus import lacking
 from isles.plan.step import Job, Outcome, chosen, outcome, with_values
 
 SHORTER = "shorter context"
@@ -75,8 +77,9 @@ def _rungs(job: Job, own: Outcome) -> Iterator[tuple[str, Changes, str]]:
         kept |= {"training.micro_batch_size": "auto"}
         yield "micro_batch_size: auto, with more accumulation", dict(kept), ""
     if training.precision == "32-true":
-        kept |= {"training.precision": "bf16-mixed"}
-        yield "precision: bf16-mixed", dict(kept), "16-bit products"
+        narrow = _narrow(job)
+        kept |= {"training.precision": narrow}
+        yield f"precision: {narrow}", dict(kept), "16-bit products"
     if training.optimizer == "adamw":
         kept |= {"training.optimizer": "adamw_8bit"}
         yield "optimizer: adamw_8bit", dict(kept), "needs torchao"
@@ -96,8 +99,8 @@ def _rungs(job: Job, own: Outcome) -> Iterator[tuple[str, Changes, str]]:
         is_cut = True
         yield "strategy: {kind: fsdp}", dict(kept), "communication"
     if config.model.init == "pretrained" and config.adapter.type == "none":
-        adapter = AdapterConfig(type="lora")
-        yield "adapter: {type: lora}", {**kept, "adapter": adapter}, "trains an adapter"
+        changes = {**kept, **_without_fp8(job), "adapter": AdapterConfig(type="lora")}
+        yield "adapter: {type: lora}", changes, "trains an adapter"
     yield from _qlora(job, whole)
     if training.precision != "bf16-true" and config.adapter.type == "none":
         kept |= {"training.precision": "bf16-true"}
@@ -109,10 +112,24 @@ def _rungs(job: Job, own: Outcome) -> Iterator[tuple[str, Changes, str]]:
     yield from _shorter(job, whole)
 
 
+def _narrow(job: Job) -> Precision:
+    # Old GPUs only emulate bf16.
+    gpus = [device.gpu for device in job.machines.devices]
+    olds = [g for g in gpus if g and lacking("bf16-mixed", g.capability, is_nvidia=g.is_nvidia)]
+    return "fp16-mixed" if olds else "bf16-mixed"
+
+
+def _without_fp8(job: Job) -> Changes:
+    # fp8-mixed refuses adapters.
+    is_fp8 = job.config.training.precision == "fp8-mixed"
+    return {"training.precision": "bf16-mixed"} if is_fp8 else {}
+
+
 def _qlora(job: Job, kept: Changes) -> Iterator[tuple[str, Changes, str]]:
     if job.config.model.init == "pretrained" and job.config.adapter.type != "qlora":
         own = job.config.adapter.model_dump()
-        changes = {**kept, "adapter": AdapterConfig(**{**own, "type": "qlora"})}
+        adapter = AdapterConfig(**{**own, "type": "qlora"})
+        changes: Changes = {**kept, **_without_fp8(job), "adapter": adapter}
         changes |= {"strategy": DDPStrategyConfig()}
         yield "adapter: {type: qlora}", changes, "trains an adapter"
         if len(job.machines.devices) > 1:

@@ -184,14 +184,14 @@ class _Place:
     slope_E: Tensor | None = None
 
 
-def _balance(module: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+def _balance(module: Any, _inputs: Any, output: tuple[Tensor, ...]) -> Any:
     # Forward hook of a router.
     place = getattr(module, _PLACE)
     if place.read_N is None or not torch.is_grad_enabled():
         return output
-    scores_NE, weights_NK, chosen_NK = output
+    scores_NE, weights_NK, chosen_NK, *rest = output
     given = (weights_NK, scores_NE, chosen_NK, place.read_N, place.slope_E, place.totals_2E)
-    return scores_NE, _Balanced.apply(*given), chosen_NK  # type: ignore[no-untyped-call]
+    return scores_NE, _Balanced.apply(*given), chosen_NK, *rest  # type: ignore[no-untyped-call]
 
 
 class _Balanced(torch.autograd.Function):

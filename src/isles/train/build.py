@@ -316,7 +316,11 @@ def _take_over(
         recorder.phase("bringing checkpoint", f"step {checkpoint.step}: {moved}")
 
     with on_this_disk(checkpoint, run_dir, world, disks, report) as folder:
-        load_tensors(state | outer, folder, optional=(LOAD,))
+        if load_tensors(state | outer, folder, optional=(LOAD,)) and world.is_main:
+            recorder.note(
+                "the checkpoint is of a run without the loss that balances experts, which is now "
+                "part of the loss. model.router_aux_loss_coef: 0 turns it off"
+            )
         engine.load_state_dict(state)
         is_restored = restore_rng(
             folder, world.rank, saved_world_size=saved_world_size, world_size=world.world_size

@@ -21,6 +21,7 @@ from isles.facts.gpus import find_gpu
 from isles.facts.units import format_bytes
 from isles.strategies.base import Engine
 from isles.train.clock import Laps, StepClock, gpu_laps
+from isles.train.products import products_of_export
 
 log = logging.getLogger(__name__)
 
@@ -261,7 +262,7 @@ def score_probe(engine: Engine, mesh: Mesh, world: World, vocab_size: int) -> li
     engine.model.eval()
     try:
         # The usual shape, so that nothing is compiled for the probe.
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"), products_of_export(engine.model):
             part = engine.row_scores(batch).double().cpu()
     finally:
         engine.model.train()

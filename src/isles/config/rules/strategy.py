@@ -52,8 +52,9 @@ def _fp8(config: RunConfig) -> Iterator[Issue]:
     strategy, untried = config.strategy, dict[str, str]()
     if isinstance(strategy, DeepSpeedStrategyConfig):
         untried["strategy deepspeed"] = "strategy.kind"
+    grid = strategy if isinstance(strategy, MeshSection) else MeshSection()
     for name in ("tp_size", "pp_size"):
-        if (size := getattr(strategy, name, 1)) > 1:
+        if (size := getattr(grid, name)) > 1:
             untried[f"{name} {size}"] = f"strategy.{name}"
     for what, key in untried.items():
         yield Issue(
@@ -62,7 +63,7 @@ def _fp8(config: RunConfig) -> Iterator[Issue]:
             "use precision: bf16-mixed",
         )
     # The gradient of a weight is a product over tokens, and fp8 kernels need multiples of 16.
-    unit, length = 16 * getattr(strategy, "cp_size", 1), config.data.seq_length
+    unit, length = 16 * grid.cp_size, config.data.seq_length
     if length % unit:
         yield Issue(
             ("data.seq_length", "training.precision"),

@@ -8,6 +8,7 @@ from isles.config.issues import Issue, nearest_multiples
 from isles.config.rules.idle import idle_keys
 from isles.config.sections.output import MLflowConfig, tracker_sections
 from isles.config.sections.run import NO_DATA, NO_MODEL, USED, USED_IN_TRAINING, RunConfig
+from isles.config.sections.strategy import MeshSection
 from isles.config.sections.training import TrainingConfig, warmup_in_steps
 
 
@@ -194,8 +195,9 @@ def _dpo(config: RunConfig) -> Iterator[Issue]:
     training, strategy = config.training, config.strategy
     if training.method != "dpo":
         return
+    grid = strategy if isinstance(strategy, MeshSection) else MeshSection()
     for key, what in (("pp_size", "stages"), ("cp_size", "pieces of a sequence")):
-        if (size := getattr(strategy, key, 1)) > 1:
+        if (size := getattr(grid, key)) > 1:
             yield Issue(
                 (f"strategy.{key}", "training.method"),
                 f"dpo needs the score of a whole answer on one rank, and {key} {size} distributes "
