@@ -203,7 +203,7 @@ def resumed_cut(pp_size: int, layers: tuple[int, ...]) -> tuple[int, ...]:
 
 @each(
     (2, (2, 6), (2, 6)),
-    (2, (2, 2, 2, 2), (2, 6)),  # of a pipeline of four stages
+    (2, (1, 3, 1, 3), (2, 6)),  # of a pipeline of four stages
     (4, (2, 6), (1, 1, 3, 3)),
 )
 def test_a_recorded_cut_stays_if_it_has_as_many_stages(pp_size, recorded, expected):
