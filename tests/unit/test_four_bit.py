@@ -78,3 +78,18 @@ def test_a_layer_in_four_bits_computes_as_bitsandbytes(monkeypatch, at_once):
         ):
             assert torch.equal(found, known), (rows, columns, kind, double, dtype)
         assert sum(map(num_numbers, layer.parameters())) == rows * columns
+
+
+def test_a_compiled_layer_in_four_bits_has_one_graph():
+    """A break of the graph would split views of the packed weight from its memory, which FSDP2
+    frees and allocates again."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(128, 64), torch.randn(5, 64)
+    options: Any = {"bias": False, "dtype": torch.bfloat16, "device": torch.device("cpu")}
+    layer = FourBitLinear(64, 128, adapter=AdapterConfig(type="qlora"), **options)
+    layer.fill(lambda shape, part: weight[part])
+    one_graph: Any = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for found, known in zip(
+        gradient_and_product(one_graph, x), gradient_and_product(layer, x), strict=True
+    ):
+        assert torch.equal(found, known)
