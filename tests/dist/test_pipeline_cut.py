@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,11 +13,14 @@ from isles.config.layout import Layout, make_layout
 from isles.config.memory import cut_layers, step_memory
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
+from isles.dist.mesh import make_mesh
+from isles.dist.world import World
 from isles.facts.memory.architecture import Architecture
 from isles.facts.memory.layers import assign_layers, rank_seconds
 from isles.facts.models import load_shape
 from isles.run.checkpoints import find_checkpoint
-from isles.train.cut import PipelineCut
+from isles.train.balance import device_name
+from isles.train.cut import PipelineCut, cut_pipeline
 from tests.dist.test_same_mathematics import (
     TOLERANCE,
     check_that_it_has_learned,
@@ -24,6 +29,8 @@ from tests.dist.test_same_mathematics import (
 )
 from tests.each import each
 from tests.ranks import train
+from tests.small_models import small_model
+from tests.unit.test_counts import fake_ranks
 
 LLAMA_8B = Architecture.of(load_shape("llama-8b"))
 SLOW_FIRST, SLOW_LAST = 'balance={"0": 1, "1": 3}', 'balance={"0": 3, "1": 1}'
@@ -157,3 +164,47 @@ def test_steps_show_the_speeds_of_ranks():
     assert measured is not None and measured.speeds == (10.0, 10.0)
     for record in (None, {}, {"devices": []}, {**cut.record([], layout), "layers": [0, 8]}):
         assert PipelineCut.read(record) is None
+
+
+class EqualRanks(World):
+    """Ranks that all say what the first says."""
+
+    def gather(self, value: Any, **_: Any) -> Any:
+        return [value] * self.world_size
+
+    def main_first(self, work: Any, **_: Any) -> Any:
+        return work()
+
+
+def resumed_cut(pp_size: int, layers: tuple[int, ...]) -> tuple[int, ...]:
+    """The cut of eight layers over four ranks, of which the last two are three times as fast.
+
+    Args:
+        layers: the recorded cut.
+    """
+    data = {"sources": ({"type": "fake"},), "seq_length": 16}
+    strategy = DDPStrategyConfig(pp_size=pp_size)
+    settings = {"max_steps": 1, "global_batch_size": 16}
+    config = RunConfig(
+        model={"name_or_path": "tiny"}, data=data, training=settings, strategy=strategy
+    )
+    with fake_ranks(4) as real:
+        world = EqualRanks(*(getattr(real, field.name) for field in dataclasses.fields(World)))
+        layout = make_layout(strategy, 4, local_world_size=4)
+        mesh = make_mesh(layout, world, is_sharded=False)
+        fast = [3.0 if layout.place(rank).pp >= pp_size // 2 else 1.0 for rank in range(4)]
+        devices = ((world.host, device_name(world)),) * 4
+        record = PipelineCut(devices, "1f1b", tuple(fast), layers).record([], layout)
+        model = small_model("llama", num_hidden_layers=8)
+        _, cut = cut_pipeline(model, config, strategy, mesh, world, {"pipeline": record})
+    assert cut is not None and cut.speeds == tuple(fast)
+    return cut.layers
+
+
+@each(
+    (2, (2, 6), (2, 6)),
+    (2, (1, 3, 1, 3), (2, 6)),  # of a pipeline of four stages
+    (4, (2, 6), (1, 1, 3, 3)),
+)
+def test_a_recorded_cut_stays_if_it_has_as_many_stages(pp_size, recorded, expected):
+    assert resumed_cut(pp_size, recorded) == expected

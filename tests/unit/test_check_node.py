@@ -300,6 +300,23 @@ def test_space_for_the_checkpoints_of_the_run(
 
 
 @each(
+    ("cuda", (), 0.0),
+    ("cuda", ("strategy={kind: ddp}",), 0.0),
+    ("cuda", ("strategy={kind: fsdp}",), 0.0),
+    ("cuda", ("strategy={kind: fsdp, cpu_offload: true}",), 16 / 8),
+    ("cpu", ("strategy={kind: fsdp}",), 4 / 8),
+    ("cpu", ("strategy={kind: ddp}",), 4.0),
+)
+def test_a_rank_needs_main_memory_only_for_its_part_of_a_model(
+    device: Any, names: tuple[str, ...], each_weight: float, *, run_file: Path
+) -> None:
+    run = CheckedRun.of(load_run_file(run_file, names))
+    assert run.model is not None
+    found = run.plan("a", {"a": 8}, device).load_bytes
+    assert found == pytest.approx(each_weight * run.model.params, rel=1e-6)
+
+
+@each(
     (errno.EACCES, f"sudo chown {os.geteuid()} /"),
     (errno.EROFS, "findmnt -T"),
     (errno.ENOSPC, "free some space"),

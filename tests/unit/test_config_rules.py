@@ -80,6 +80,11 @@ def check_refused(tmp_path: Path, source: str, what: str, fix: str, *given: str)
     ('device is "rocm", not one', "did you mean cuda?", "clusters=[{device: rocm}]"),
     # Of `strategy` and `balance`.
     (f"shard_size 2 {NOTHING}", "HYBRID_SHARD", "strategy={kind: fsdp, shard_size: 2}"),
+    (
+        f"16 {NOTHING} pp_size 2: Distr",
+        "pp_size",
+        "strategy={kind: ddp, pp_size: 2, bucket_cap_mb: 16}",
+    ),
     (f"true {NOTHING} tp_", "tp_size", "strategy={kind: ddp, tp_size: 2, static_graph: true}"),
     (f"fp16 {NOTHING}", "bf16-mixed", "strategy={kind: ddp, gradient_compression: fp16}", BF16),
     ("3 does not divide seq_length 1024", "1023 or 1026", "strategy={kind: fsdp, cp_size: 3}"),

@@ -13,6 +13,7 @@ import torch
 
 from isles.check.checks.machine import machine
 from isles.check.plan import NodePlan
+from isles.config.auto import describe
 from isles.config.layout import Layout
 from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
 from isles.dist.mesh import make_mesh
@@ -141,6 +142,9 @@ def test_the_strategy_and_the_micro_batch_take_it_from_there(
         saved = {"world_size": 1, "sharding": "fsdp FULL_SHARD"}
         kept, why = resolve_strategy(config, world, lambda: model, saved)
         assert kept == FSDPStrategyConfig() and "as before the checkpoint" in why
+        saved["sharding"] = describe(DDPStrategyConfig(pp_size=2))
+        _, why = resolve_strategy(config, world, lambda: model, saved)
+        assert "as before" not in why, "a pipeline is another strategy than ddp"
         saved["world_size"] = 2
         assert resolve_strategy(config, world, lambda: model, saved)[0] == DDPStrategyConfig()
         assert sizes == [CPU_MICRO_BATCH_SIZE, CPU_MICRO_BATCH_SIZE // 2]

@@ -81,6 +81,16 @@ def test_the_peak_of_a_step_is_that_of_a_real_one(settings):
         assert paper.saved == pytest.approx(real.saved, rel=0.01), what
 
 
+def test_stacks_of_experts_are_counted_in_16_bits_next_to_matrices_in_four():
+    """The bytes of the model that the ranks have before a step, by its parameters."""
+    cut = FSDPStrategyConfig()
+    case = benchmark.Case("", "mixtral", adapter={"type": "qlora"}, strategy=cut, ranks=2)
+    shape = benchmark.hf_config(case)
+    held = sum(p.nbytes for p in benchmark._empty_model(case, shape).parameters())
+    paper = case.ranks * benchmark.on_paper(case, shape).peak.weights
+    assert paper == pytest.approx(held, rel=0.01)
+
+
 def test_peaks_that_others_have_measured():
     """Of other trainers, whose step differs from isles' in ways that are not all written down."""
     off = {p.name: published.on_paper(p)[0] / p.measured - 1 for p in published.PEAKS}

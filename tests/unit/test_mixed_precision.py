@@ -94,10 +94,19 @@ def test_one_rank_computes_as_many_do(kind, *, world):
     assert set(kinds) == {torch.bfloat16}
 
 
-@each("none", "full")
-def test_a_block_has_learned_before_the_block_before_it_goes_backward(checkpointing, *, world):
+def learn_in_one_context(model: Any) -> None:
+    """Two micro-batches in flight, as in a pipeline."""
+    with MixedPrecision(model, "bf16-mixed", CPU).micro_batch():
+        for logits in [model(input_ids=IDS, use_cache=False).logits for _ in range(2)]:
+            logits.float().logsumexp(-1).sum().backward()
+
+
+@each(*product(("none", "selective", "full"), (False, True)))
+def test_a_block_has_learned_before_the_block_before_it_goes_backward(
+    checkpointing, is_one_context, *, world
+):
     """So 16-bit gradients of one block exist at a time, and DDP sends while others compute."""
-    model = small_model("llama", num_hidden_layers=3)
+    model = small_model("llama", num_hidden_layers=3).train()
     set_gradient_checkpointing(model, checkpointing)
     events: list[str] = []
 
@@ -115,9 +124,11 @@ def test_a_block_has_learned_before_the_block_before_it_goes_backward(checkpoint
 
     for name, block in (("first", first), ("into last", last)):
         block.register_forward_hook(lambda _, args, out, name=name: watch_output(name, out))
-    learn(engine_of(model, DDPStrategyConfig(), world, "bf16-mixed"))
-    half = events[: events.index("first") + 1]
-    assert half == ["head", "into last", *["last"] * 9, "first"]
+    if is_one_context:
+        learn_in_one_context(model)
+    else:
+        learn(engine_of(model, DDPStrategyConfig(), world, "bf16-mixed"))
+    assert events == ["head", "into last", *["last"] * 9, "first"] * 2
 
 
 @each("none", "selective", "full")

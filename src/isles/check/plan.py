@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from isles.check.finding import IDS, Finding
 from isles.config.load import Loaded
-from isles.config.memory import Sizes, architecture_of, checkpoint_sizes
+from isles.config.memory import Sizes, architecture_of, checkpoint_sizes, main_memory
 from isles.config.sections.cluster import ClusterConfig
 from isles.config.sections.run import RunConfig
 from isles.errors import UserError
@@ -68,7 +68,7 @@ class NodePlan:
         run: config, origins, text and path of the run file. None: check the machine alone.
         repos: kind and id of repositories that may have to be downloaded.
         num_params: parameters of the model. 0: unknown, and then the bytes are also 0.
-        load_bytes: bytes of the weights during loading.
+        load_bytes: bytes of the model in the main memory of one rank.
         kept_bytes: bytes of the checkpoints and the export that the run keeps on disk.
     """
 
@@ -146,7 +146,7 @@ class CheckedRun:
             run=run,
             repos=() if config.training.script is not None else tuple(huggingface_repos(config)),
             num_params=params,
-            load_bytes=params * (4 if config.training.precision == "32-true" else 2),
+            load_bytes=self._load_bytes(plan),
             kept_bytes=sizes.kept if sizes is not None else 0,
         )
 
@@ -154,6 +154,21 @@ class CheckedRun:
         """Bytes of the gradients of one rank."""
         sizes = self._sizes()
         return sizes.gradients if sizes is not None else 0
+
+    def _load_bytes(self, plan: NodePlan) -> int:
+        if self.config is None or self.model is None:
+            return 0
+        try:
+            needed = main_memory(
+                self.model,
+                self.config,
+                world_size=plan.world_size,
+                local_world_size=plan.nproc,
+                is_cuda=plan.device == "cuda",
+            )
+        except UserError:
+            return 0  # the ranks report it
+        return int(needed)
 
     def _sizes(self) -> Sizes | None:
         if self.config is None or self.model is None:

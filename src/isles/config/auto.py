@@ -65,7 +65,8 @@ def describe(strategy: Strategy) -> str:
     """Short name of a strategy."""
     if isinstance(strategy, FSDPStrategyConfig):
         return f"fsdp {strategy.sharding_strategy}"
-    return strategy.kind
+    is_pipeline = isinstance(strategy, DDPStrategyConfig) and strategy.pp_size > 1
+    return "pipeline" if is_pipeline else strategy.kind
 
 
 def fitting_pipeline(

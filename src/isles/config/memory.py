@@ -10,7 +10,7 @@ from typing import Any, Literal, assert_never
 
 from isles.config.files import find_shape
 from isles.config.interop.deepspeed import deepspeed_settings, stage_of
-from isles.config.layout import Layout, Strategy
+from isles.config.layout import Layout, Strategy, make_layout
 from isles.config.sections.data import isolates_any
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import (
@@ -301,6 +301,30 @@ def step_memory(
     )
     holding = holding_of(config, strategy, layout, model, micro_batches)
     return memory_of(model, setting, holding, pp_rank)
+
+
+def main_memory(
+    model: Architecture,
+    config: RunConfig,
+    *,
+    world_size: int,
+    local_world_size: int,
+    is_cuda: bool,
+) -> float:
+    """Bytes of the model in main memory, for one rank: its weights on a CPU, and what the strategy
+    offloads from a GPU. `strategy: auto` counts as fsdp, which needs the least.
+
+    Raises:
+        UserError: the strategy does not fit the number of ranks.
+    """
+    strategy = config.strategy
+    if isinstance(strategy, AutoStrategy):
+        strategy = FSDPStrategyConfig()
+    layout = make_layout(strategy, world_size, local_world_size=local_world_size)
+    needed = step_memory(model, config, strategy, layout, rows=1)
+    # GPUs read weights from the files piece by piece, except that DeepSpeed takes them from a CPU.
+    has_weights = not is_cuda or isinstance(strategy, DeepSpeedStrategyConfig)
+    return needed.host + has_weights * needed.peak.weights
 
 
 def cut_layers(

@@ -238,8 +238,8 @@ def work_of(count: Count, layout: Layout, *, is_compiled: bool) -> Work:
         traffic += (model.layers * block.params + ends / _ends_cut(count)) * _WEIGHT_BYTES
     if setting.block_bits:
         # 4 bits become 16 for each product.
-        widened = model.layers * block.params * (setting.block_bits / 8 + 2)
-        traffic += (visits + repeats_blocks) * widened
+        widened = (block.params - block.stacked_params) * (setting.block_bits / 8 + 2)
+        traffic += (visits + repeats_blocks) * model.layers * widened
     is_offloaded = setting.checkpointing == "offload"
     launches = LAUNCHES[is_compiled] * model.layers / layout.pp
     if setting.checkpointing != "none":
@@ -376,7 +376,7 @@ def communication(
     blocks = max(1.0, count.model.layers / layout.pp)
     narrow = setting.compute_width
     gathered = _on_rank(
-        in_blocks * (setting.block_bits / 8 or narrow),
+        count.model.layers * count.block.frozen_bytes(setting.block_bits),
         (count.params - in_blocks) * narrow,
         count,
         layout,

@@ -252,9 +252,15 @@ def num_numbers(parameter: nn.Parameter) -> int:
     return parameter.numel() if state is None else int(state.shape.numel())
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
 def _nested_code(device: torch.device) -> Tensor:
     # The 256 values of a constant in 8 bits. A copy for each product would wait for the GPU.
+    # torch.compile ignores the cache, and its graph would break where the values are made.
+    return _nested_code_once(device)
+
+
+@functools.cache
+def _nested_code_once(device: torch.device) -> Tensor:
     from bitsandbytes.functional import create_dynamic_map
 
     found: Tensor = create_dynamic_map().to(device)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from isles.config.sections.model import AdapterConfig, ModelConfig
 from isles.models.adapter import base_name, stacked
 from isles.models.fill import weights_folder
+from isles.models.four_bit import num_numbers
 
 _LEAST_SHARE = 0.1
 """Smallest share of untrained weights that is reported."""
@@ -30,7 +31,8 @@ def beyond_adapter(model: nn.Module) -> tuple[int, int, list[str]]:
 
     A mixture holds all experts of a layer in one tensor, which is not a linear layer.
     """
-    sizes = {name: p.numel() for name, p in model.named_parameters() if base_name(name) is not None}
+    weights = ((name, p) for name, p in model.named_parameters() if base_name(name) is not None)
+    sizes = {name: num_numbers(weight) for name, weight in weights}
     adapted = {
         f"{name.removesuffix('.base_layer')}.{module.parameter_name}".replace(".base_layer.", ".")
         for name, module in model.named_modules()

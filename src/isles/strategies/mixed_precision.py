@@ -34,8 +34,8 @@ class MixedPrecision:
         self._autocasts = precision == "fp16-mixed"
         dims = {"bf16-mixed": 0, "fp8-mixed": 0, "fp16-mixed": 3}.get(precision)
         self._groups = [] if dims is None else _groups(model, dims)
-        self._waiting: dict[nn.Module, tuple[Tensor, ...]] = {}
-        """Copies of the modules that have not run in this micro-batch, without gradients yet."""
+        self._copies: dict[nn.Module, tuple[Tensor, ...]] = {}
+        """Copies of each module for the forward passes of this context, without gradients yet."""
         self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
             for name, parameter in module._parameters.items():
@@ -51,7 +51,7 @@ class MixedPrecision:
         """Within this context the model has the copies.
 
         It must span the backward pass too, because gradient checkpointing computes blocks again
-        there.
+        there. It may span several micro-batches, as a pipeline needs.
         """
         try:
             for owner, group in self._groups:
@@ -60,18 +60,19 @@ class MixedPrecision:
                 if owner is None:
                     copies = _CopyOf.apply(len(group), *group, *copies)  # type: ignore[no-untyped-call]
                 else:
-                    self._waiting[owner] = copies
+                    self._copies[owner] = copies
                 self._put(group, copies)
             yield
         finally:
-            self._waiting.clear()
+            self._copies.clear()
             for _, group in self._groups:
                 self._put(group, group)
 
     def _link(self, owner: nn.Module, _inputs: Any) -> None:
         # Autograd goes backward in the order in which nodes were made. Linked at the start, all
-        # 16-bit gradients would be kept to the end of the backward pass, and sent only then.
-        if torch.is_grad_enabled() and (copies := self._waiting.pop(owner, None)) is not None:
+        # 16-bit gradients would be kept to the end of the backward pass, and sent only then. So
+        # each forward pass has its own link.
+        if torch.is_grad_enabled() and (copies := self._copies.get(owner)) is not None:
             group = self._members[owner]
             self._put(group, _CopyOf.apply(len(group), *group, *copies))  # type: ignore[no-untyped-call]
 

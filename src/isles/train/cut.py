@@ -133,7 +133,9 @@ def cut_pipeline(
             limits=limits,
             gpu_bytes=gpu,
         )
-        if before is not None and is_auto and sum(before.layers) == size.layers:
+        may_keep = before is not None and is_auto and sum(before.layers) == size.layers
+        # On as many ranks, `pp_size` may have changed.
+        if before is not None and may_keep and len(before.layers) == len(layers):
             length, returns = config.data.seq_length, strategy.pp_schedule == "zbv"
             of_stages = stage_speeds(layout, speeds)
             now_s, new_s = (

@@ -122,7 +122,7 @@ def _ddp(config: RunConfig, strategy: DDPStrategyConfig) -> Iterator[Issue]:
     cut = next((name for name in ("tp_size", "pp_size") if getattr(strategy, name) > 1), None)
     key, precision = "strategy.gradient_compression", "training.precision"
     if cut is not None:
-        to = f"{cut} {getattr(strategy, cut)}: FSDP2 then sends the gradients"
+        to = f"{cut} {getattr(strategy, cut)}: DistributedDataParallel then sends no gradients"
         for name in ("strategy.bucket_cap_mb", key, "strategy.static_graph"):
             yield from no_effect(strategy, name, to, f"set {cut}: 1")
     elif config.training.precision == "bf16-true":

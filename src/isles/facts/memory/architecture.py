@@ -399,6 +399,7 @@ class Architecture:
         routed = Value(x.tokens * self.experts_used, x.units, x.width)
         all_params = 3 * self.hidden * self.mlp_width * self.experts
         walk.params += all_params
+        walk.stacked_params += all_params
         walk.active_params += all_params * self.experts_used // self.experts
         walk.products += 6 * routed.tokens * self.hidden * self.mlp_width
         walk.repeated_products += 6 * routed.tokens * self.hidden * self.mlp_width

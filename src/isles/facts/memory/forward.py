@@ -115,6 +115,8 @@ class Forward:
         """Numbers of an adapter in rows shorter than `SHORT`."""
         self.active_params = 0
         """Numbers of its weights that one token uses."""
+        self.stacked_params = 0
+        """Numbers of its weights in stacks of experts, which are never quantized."""
         self.copy_bytes = 0
         """Copies of weights in autocast's type, which are kept like activations."""
         self.products = 0
@@ -145,6 +147,16 @@ class Forward:
         """Results of attention and of every second matrix product, which selective checkpointing
         keeps."""
         return sum(value.size_bytes for value in (*self._products[::2], *self._attended))
+
+    def frozen_bytes(self, bits: float) -> float:
+        """Bytes of its weights if they are frozen.
+
+        Args:
+            bits: bits per number of a quantized matrix. Stacks of experts are not quantized. 0: no
+                matrix is quantized.
+        """
+        wide = self.stacked_params if bits else self.params
+        return (self.params - wide) * bits / 8 + wide * self.weight
 
     def keeps(self, value: Value) -> bool:
         """True if autograd keeps this tensor, or another view of its memory."""

@@ -190,7 +190,8 @@ class _Stage:
         self._block_trained = self._block if whole else float(count.block.adapter_params)
         self._ends_trained = self._ends if whole or setting.trains_ends else 0.0
         self._trained = self._layers * self._block_trained + self._ends_trained
-        self._frozen_blocks = 0.0 if whole else self._layers * self._block
+        self._frozen_block = 0.0 if whole else count.block.frozen_bytes(setting.block_bits)
+        """Bytes of a frozen block on this rank, before data-parallel sharding."""
         self._frozen_ends = self._ends - self._ends_trained
 
     def memory(self) -> StepMemory:
@@ -302,10 +303,8 @@ class _Stage:
         width: float = setting.trained_width
         if holding.second_copy and setting.is_mixed:
             width = 2
-        frozen: float = setting.compute_width
-        blocks = setting.block_bits / 8 if setting.block_bits else frozen
-        held = self._trained * width + self._frozen_ends * frozen + self._frozen_blocks * blocks
-        return held / holding.weights
+        held = self._trained * width + self._frozen_ends * setting.compute_width
+        return (held + self._layers * self._frozen_block) / holding.weights
 
     def _state(self) -> float:
         return 0.0 if self._holding.offloads_state else self._state_held()
@@ -457,8 +456,8 @@ class _Stage:
             return _Gathered((kept + head) * width, (kept + one) * width, one * width)
         buffer, block = head * width, self._block * width
         if setting.block_bits:
-            # Gathered in 4 bits, and with the adapters, which weigh little next to 16-bit weights.
-            block = self._block * setting.block_bits / 8 + self._block_trained * width
+            # Gathered as held, and with the adapters, which weigh little next to 16-bit weights.
+            block = self._frozen_block + self._block_trained * width
         if holding.gathers in ("all", "backward"):
             whole = self._layers * block + self._ends * width
             whole += buffer if holding.weights > 1 else 0.0
