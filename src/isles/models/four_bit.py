@@ -252,7 +252,7 @@ def num_numbers(parameter: nn.Parameter) -> int:
     return parameter.numel() if state is None else int(state.shape.numel())
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _nested_code(device: torch.device) -> Tensor:
     # The 256 values of a constant in 8 bits. A copy for each product would wait for the GPU.
     # torch.compile ignores the cache, and its graph would break where the values are made.
