@@ -152,8 +152,8 @@ class Forward:
         """Bytes of its weights if they are frozen.
 
         Args:
-            bits: bits per number of a quantized matrix. Stacks of experts are not quantized. 0: no
-                matrix is quantized.
+            bits: bits per number of a quantized matrix, or 0 if no matrix is quantized. Stacks of
+                experts are not quantized.
         """
         wide = self.stacked_params if bits else self.params
         return (self.params - wide) * bits / 8 + wide * self.weight
