@@ -354,17 +354,9 @@ def planned(speed: PublishedSpeed) -> Outcome:
     """The plan of the same setting."""
     ((hosts, network),) = parse_gpus(speed.gpus, nodes=speed.nodes)
     if speed.has_low_power:
-        nvl = Device.of(named_gpu("h100nvl"))
-        hosts = tuple(
-            Host(
-                host.name,
-                tuple(
-                    replace(each, flops=nvl.flops, bandwidth=2.4e12, memory_bytes=96 * GIB)
-                    for each in host.devices
-                ),
-            )
-            for host in hosts
-        )
+        slow = replace(named_gpu("h100nvl"), name="H100", bandwidth_bytes_per_s=2.4e12)
+        device = replace(Device.of(slow), memory_bytes=96 * GIB)
+        hosts = tuple(Host(host.name, (device,) * len(host.devices)) for host in hosts)
     machines = Machines("published", hosts, network or GUESSED_FABRIC, GUESSED_LINE)
     world = len(machines.devices)
     cut = 1

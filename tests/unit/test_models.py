@@ -453,7 +453,8 @@ def test_only_what_is_trained_has_state(tmp_path):
         held = [id(p) for o in optimizers for group in o.param_groups for p in group["params"]]
         assert set(held) == set(trained) and len(held) == len(trained), name
     strategy = DDPStrategyConfig()
-    mesh = SimpleNamespace(layout=make_layout(strategy, 1, local_world_size=1))
+    layout = make_layout(strategy, 1, local_world_size=1)
+    mesh = SimpleNamespace(layout=layout, place=layout.place(0))
     frozen = sum(p.numel() * 4 for p in model.parameters() if not p.requires_grad)
     # Weights, gradients, two numbers of AdamW.
     run = fake_run(tmp_path, AdapterConfig(type="lora", r=1), precision="32-true")
