@@ -136,6 +136,7 @@ def check_refused(tmp_path: Path, source: str, what: str, fix: str, *given: str)
     ("freeze random weights", "init: pretrained", LORA, "model.init=scratch"),
     (f"r 8 {NOTHING} type none", "type: lora", "adapter.r=8"),
     (f"fp4 {NOTHING} type lora", "type: qlora", LORA, "adapter.bnb_4bit_quant_type=fp4"),
+    ("chooses the number of stages", "kind: ddp", "strategy={kind: auto, pp_size: 2}"),
     ("would cut a weight inside a block", "{kind: fsdp}", QLORA, "strategy={kind: deepspeed}"),
     ("tp_size 2 with adapter.type qlora is not built", "{kind: fsdp}", QLORA, TENSOR),
     ("0.1 does not work with tp_size 2", "tp_size: 1", LORA, TENSOR, "adapter.dropout=0.1"),

@@ -12,6 +12,7 @@ from isles.config.rules.idle import idle_keys, no_effect
 from isles.config.sections.model import AdapterConfig
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import (
+    AutoStrategy,
     DDPStrategyConfig,
     DeepSpeedStrategyConfig,
     MeshSection,
@@ -39,6 +40,12 @@ def _rules(config: RunConfig) -> Iterator[Issue]:
     yield from idle_keys(config, "strategy")
     if config.training.precision == "fp8-mixed":
         yield from _fp8(config)
+    if isinstance(strategy, AutoStrategy) and strategy.pp_size not in (1, "auto"):
+        yield Issue(
+            ("strategy.pp_size", "strategy.kind"),
+            f"pp_size is {strategy.pp_size}, and strategy auto chooses the number of stages",
+            "set pp_size: auto, or kind: ddp for this number of stages",
+        )
     if isinstance(strategy, MeshSection):
         yield from _context_parallel(config, strategy)
         yield from _pipeline(config, strategy)

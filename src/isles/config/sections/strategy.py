@@ -20,7 +20,7 @@ class AutoStrategy(Section):
     kind: Literal["auto"] = "auto"
     """isles chooses the kind."""
 
-    pp_size: Literal[1, "auto"] = 1
+    pp_size: Size | Literal["auto"] = 1
     """auto: if neither ddp nor fsdp fits, a pipeline over all ranks of the cluster, which may be
     unequal."""
 
