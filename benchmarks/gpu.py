@@ -273,8 +273,8 @@ def save_model(options: argparse.Namespace, folder: Path, device: str) -> None:
 def flops_per_token(options: argparse.Namespace) -> float:
     """FLOPs of a token, forward and backward; frozen weights get no gradients."""
     from isles.facts.memory.architecture import Architecture
+    from isles.facts.memory.count import Count
     from isles.facts.memory.setting import Holding, MemorySettings
-    from isles.facts.memory.step import Count
     from isles.plan.model import train_flops
 
     setting = MemorySettings(

@@ -23,12 +23,14 @@ from common import make_parser, print_figures
 from isles.config.load import load_run_file
 from isles.facts.gpus import named_gpu
 from isles.facts.memory.architecture import Architecture
+from isles.facts.memory.count import Count
 from isles.facts.memory.setting import Holding, MemorySettings
-from isles.facts.memory.step import Count, memory_of
+from isles.facts.memory.step import memory_of
 from isles.facts.models import load_shape
 from isles.plan.find import parse_gpus
 from isles.plan.machines import GUESSED_FABRIC, GUESSED_LINE, Device, Host, Machines
-from isles.plan.step import Job, Outcome, outcome
+from isles.plan.outcome import Outcome
+from isles.plan.step import Job, outcome
 
 BAR = 0.10
 SPEED_BAR = 0.25

@@ -95,7 +95,7 @@ def _filled(env: RankEnv, model: Path) -> tuple[dict[str, list[int]], int, int]:
     strategy = FSDPStrategyConfig()
     mesh = resolve_mesh(strategy, world)
     shard_model(built, strategy, mesh, world.device, precision="bf16-mixed")
-    allocate(built, strategy, world.device)
+    allocate(built, world.device)
     read: list[int] = []
     fill = FourBitLinear.fill
 
@@ -148,7 +148,7 @@ def _loaded(env: RankEnv, model: Path) -> int:
     shard_model(built, strategy, resolve_mesh(strategy, world), world.device, precision="32-true")
     Path("/proc/self/clear_refs").write_text("5")  # forget the most there was
     before = _status("VmRSS")
-    allocate(built, strategy, world.device)
+    allocate(built, world.device)
     fill_model(built, config, seed=0)
     return _status("VmHWM") - before
 

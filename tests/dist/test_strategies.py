@@ -189,7 +189,7 @@ def _memory_of_a_rank(env: RankEnv, folder: str, init: str) -> tuple[int, int]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = _peak_bytes()
     shard_model(model, strategy, mesh, world.device, precision="32-true")
-    allocate(model, strategy, world.device)
+    allocate(model, world.device)
     fill_model(model, config, seed=0)
     return _peak_bytes() - before, size
 

@@ -73,7 +73,7 @@ from isles.data.mix import row_width
 from isles.dist.batch import VARLEN, cu_seqlens, isolation_inputs, longest_document
 from isles.dist.mesh import make_mesh
 from isles.dist.world import World
-from isles.facts.memory.step import chunk_tokens
+from isles.facts.memory.count import chunk_tokens
 from isles.models import recompute
 from isles.models.adapter import add_adapter
 from isles.models.build import build_model
@@ -308,7 +308,7 @@ def test_weights_in_four_bits_are_gathered_in_four_bits():
         use_four_bits(model, AdapterConfig(type="qlora"), torch.bfloat16)
         mesh = make_mesh(make_layout(config, 2, local_world_size=2), world, is_sharded=True)
         shard_model(model, config, mesh, world.device, precision=precision)
-        fsdp.allocate(model, config, world.device)
+        fsdp.allocate(model, world.device)
         with Gathered() as forward, torch.no_grad():
             model(input_ids=ids)
         of_blocks = sorted(forward.sizes)[-layers:]  # in numbers of 16 bits
@@ -410,7 +410,7 @@ def test_muon_sends_a_shape_at_once_and_shares_the_work(ranks, most, *, monkeypa
             with CommDebugMode() as calls:
                 stepper.step(lr=1e-3, max_norm=None)
         counts = {str(op).rpartition(".")[2]: n for op, n in calls.get_comm_counts().items()}
-        assert counts.pop("all_reduce", 0) == (1 if shards else 0)  # the norm
+        assert counts.pop("allreduce_", 0) == (1 if shards else 0)  # the norm
         assert counts == {name: 2 * most_calls}
         assert solved == [8 // ranks] * 2
 

@@ -364,18 +364,38 @@ def test_a_pipeline_is_cut_for_unequal_cards_and_says_what_is_lost(here, capsys)
 
 @each(
     ("4090,3070@1gbe", "auto", 2, "a pipeline over 2 ranks, as nothing else fits"),
-    ("4090,3070@1gbe", "1", 1, "which may not fit"),
+    ("4090,3070@1gbe", "1", 1, "blocks that do not fit on a GPU stay in main memory"),
     ("2x4090", "auto", 1, "the whole model fits"),
-    ("2x3070", "auto", 1, "which may not fit"),  # and neither does a pipeline
+    ("2x3070", "auto", 1, "nothing else fits in 8.0 GiB"),  # and neither does a pipeline
 )
-def test_auto_takes_a_pipeline_if_nothing_else_fits(gpus, given, stages, why, *, here):
+def test_auto_takes_a_pipeline_or_main_memory_if_nothing_else_fits(
+    gpus, given, stages, why, *, here
+):
     lora = ("adapter={type: lora}", "training.gradient_checkpointing=full")
     strategy = f"strategy={{kind: auto, pp_size: {given}}}"
     cluster = only(planned(*lora, strategy, "training.micro_batch_size=1", gpus=gpus))
     found = cluster.own.strategy
     assert isinstance(found, DDPStrategyConfig | FSDPStrategyConfig)
     assert found.pp_size == stages and why in cluster.strategies[0].note
-    assert cluster.own.fits == ("may not" not in why)
+    assert cluster.own.fits
+
+
+@each(("4090,3070@1gbe", [False, True]), ("2x4090", [False, False]), ("2x3070", [True, True]))
+def test_each_gpu_keeps_in_main_memory_what_does_not_fit_on_it(gpus, is_moved, *, here, capsys):
+    """Of a 1B model, all trained."""
+    options = ("strategy={kind: fsdp, cpu_offload: auto}", "model.name_or_path=llama-1b")
+    options += ("model.init=scratch", "training.gradient_checkpointing=full")
+    options += ("tokenizer.train_vocab_size=8192", "training.micro_batch_size=1")
+    cluster = only(planned(*options, gpus=gpus))
+    offloaded = [rank.offloaded for rank in cluster.own.ranks]
+    assert [0 < blocks < 16 for blocks in offloaded] == is_moved
+    assert cluster.own.fits
+    for rank in cluster.own.ranks:
+        assert bool(rank.memory.host) == bool(rank.copied_bytes) == bool(rank.offloaded)
+        assert rank.limit_bytes is not None and rank.peak_bytes <= rank.limit_bytes
+    main(["plan", "run.yaml", *options, "--gpus", gpus])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (f"{offloaded[1]} of 16 blocks, which copies" in shown) == bool(offloaded[1])
 
 
 def test_more_cards_never_need_more_memory_each(here):

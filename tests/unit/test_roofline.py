@@ -16,12 +16,13 @@ from isles.config.load import load_run_file
 from isles.config.roofline import LAUNCH_S, LAUNCHES, PASSES, Chip, work_of
 from isles.facts.gpus import named_gpu
 from isles.facts.memory.architecture import Architecture
+from isles.facts.memory.count import Count
 from isles.facts.memory.setting import Holding, MemorySettings
-from isles.facts.memory.step import Count
 from isles.facts.models import load_shape
 from isles.plan.find import parse_gpus
 from isles.plan.machines import GUESSED_LINE, GUESSED_NETWORK, Machines
-from isles.plan.step import Job, Outcome, outcome
+from isles.plan.outcome import Outcome
+from isles.plan.step import Job, outcome
 from tests.small_models import small_model
 
 _VIEWS = ("view", "detach", "expand", "slice", "unsqueeze", "t", "transpose", "alias", "split")

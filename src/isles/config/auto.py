@@ -64,7 +64,8 @@ class Resources:
 def describe(strategy: Strategy) -> str:
     """Short name of a strategy."""
     if isinstance(strategy, FSDPStrategyConfig):
-        return f"fsdp {strategy.sharding_strategy}"
+        offload = " offload" if strategy.cpu_offload else ""
+        return f"fsdp {strategy.sharding_strategy}{offload}"
     is_pipeline = isinstance(strategy, DDPStrategyConfig) and strategy.pp_size > 1
     return "pipeline" if is_pipeline else strategy.kind
 
@@ -160,11 +161,14 @@ def choose_strategy(
         fitting: strategies that fit, if they are known already.
     """
     has = f"of {format_bytes(machine.memory_bytes)} on the smallest rank"
+    if fitting is None:
+        fitting = fitting_strategies(model, config, machine)
+    if not fitting and (offload := _offload(model, config, machine)) is not None:
+        why = f"nothing else fits in {format_bytes(machine.memory_bytes)} of the smallest rank"
+        return offload, f"{why}, and blocks that do not fit on a GPU stay in main memory"
     if machine.world_size == 1:
         whole = needed_bytes(model, config, DDPStrategyConfig(), machine)
         return DDPStrategyConfig(), f"a single rank needs {format_bytes(whole)} {has}"
-    if fitting is None:
-        fitting = fitting_strategies(model, config, machine)
     if not fitting:
         cut = needed_bytes(model, config, FSDPStrategyConfig(), machine)
         why = f"sharded over {machine.world_size} ranks it needs {format_bytes(cut)} {has}, which "
@@ -210,6 +214,23 @@ def _strategies(machine: Resources) -> list[Sharding]:
     if machine.world_size > machine.local_world_size > 1:
         found.append(FSDPStrategyConfig(sharding_strategy="HYBRID_SHARD"))
     return [*found, FSDPStrategyConfig(sharding_strategy="SHARD_GRAD_OP")]
+
+
+def _offload(
+    model: Architecture, config: RunConfig, machine: Resources
+) -> FSDPStrategyConfig | None:
+    # None: there is no GPU, a rule refuses it, or a block alone is too large for a GPU.
+    strategy = FSDPStrategyConfig(cpu_offload="auto")
+    if not machine.chip.is_cuda or any(
+        check_rules(config.model_copy(update={"strategy": strategy}))
+    ):
+        return None
+    layout = machine.layout(strategy)
+    options = {"rows": 1, "micro_batches": _steps(config, layout, 1)}
+    options["gpu_bytes"] = machine.gpu_bytes
+    all_blocks = model.layers
+    memory = step_memory(model, config, strategy, layout, offloaded=all_blocks, **options)
+    return strategy if memory.peak.total <= machine.usable_bytes else None
 
 
 def _words(strategy: Sharding, machine: Resources) -> str:

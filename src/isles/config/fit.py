@@ -11,7 +11,7 @@ MEMORY_OPTIONS = {
     "adapter: {type: lora}": "adapter: {type: lora}",
     "adapter: {type: qlora}": "adapter: {type: qlora}",
     "precision: bf16-true": "training.precision: bf16-true",
-    "strategy: {kind: fsdp, cpu_offload: true}": "strategy: {kind: fsdp, cpu_offload: true}",
+    "strategy: {kind: fsdp, cpu_offload": "strategy: {kind: fsdp, cpu_offload: auto}, then true",
     "seq_length": "a shorter data.seq_length",
 }
 """The options in order: the beginning of the name in `isles plan`, and the words of an error."""

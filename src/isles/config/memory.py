@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,10 +24,11 @@ from isles.config.sections.strategy import (
 )
 from isles.errors import UserError
 from isles.facts.memory.architecture import Architecture, UnknownShapeError
+from isles.facts.memory.count import Count
 from isles.facts.memory.layers import assign_layers, rank_of_stage, work
 from isles.facts.memory.result import StepMemory
 from isles.facts.memory.setting import Holding, MemorySettings, state_bytes
-from isles.facts.memory.step import Count, memory_of, most_layers
+from isles.facts.memory.step import memory_of, most_layers
 
 _NF4_BITS = 4.5
 """Bits of a 4-bit number, with an fp32 constant for every 64 numbers."""
@@ -110,9 +112,19 @@ def setting_of(
 
 
 def holding_of(
-    config: RunConfig, strategy: Strategy, layout: Layout, model: Architecture, micro_batches: int
+    config: RunConfig,
+    strategy: Strategy,
+    layout: Layout,
+    model: Architecture,
+    micro_batches: int,
+    offloaded: int = 0,
 ) -> Holding:
-    """How a rank holds the model under a resolved strategy."""
+    """How a rank holds the model under a resolved strategy.
+
+    Args:
+        offloaded: with `cpu_offload: auto`, what the rank keeps in main memory; see
+            `offloaded_blocks`.
+    """
     shards = layout.dp_shard * layout.cp
     grid: dict[str, Any] = {
         "tensor": layout.tp,
@@ -139,6 +151,9 @@ def holding_of(
             # FSDP2 with shards of one rank.
             return Holding(gathers="all", casts_whole=True, gradient_width=4, **grid)
         case FSDPStrategyConfig():
+            share = float(strategy.cpu_offload is True)
+            if strategy.cpu_offload == "auto":
+                share = offloaded / model.layers
             reduces_each = strategy.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
             gathers: Literal["blocks", "backward", "all"] = "blocks" if reduces_each else "all"
             if layout.pp > 1:
@@ -154,30 +169,36 @@ def holding_of(
                 state=shards,
                 gathers=gathers,
                 casts_whole=True,
-                offloads_weights=strategy.cpu_offload,
-                offloads_state=strategy.cpu_offload,
+                offloaded_weights=share,
+                offloaded_state=share,
                 **grid,
             )
         case DeepSpeedStrategyConfig():
-            settings = deepspeed_settings(config, strategy)
-            zero, stage, ranks = settings["zero_optimization"], stage_of(settings), layout.dp_size
-            is_mixed = config.training.precision != "32-true"
-            return Holding(
-                weights=ranks if stage == 3 else 1,
-                gradients=ranks if stage >= 2 else 1,
-                state=ranks,
-                gathers="modules" if stage == 3 else "nothing",
-                casts_whole=True,
-                second_copy=True,
-                # Stage 1 keeps the 16-bit gradients in addition to the fp32 ones.
-                gradient_width=6 if is_mixed and stage == 1 else 4,
-                bucket=int(zero["reduce_bucket_size"]),
-                bucket_widths=_BUCKETS[stage, is_mixed],
-                offloads_weights="offload_param" in zero,
-                offloads_state="offload_optimizer" in zero,
-            )
+            return _deepspeed_holding(config, strategy, layout)
         case _:
             assert_never(strategy)
+
+
+def _deepspeed_holding(
+    config: RunConfig, strategy: DeepSpeedStrategyConfig, layout: Layout
+) -> Holding:
+    settings = deepspeed_settings(config, strategy)
+    zero, stage, ranks = settings["zero_optimization"], stage_of(settings), layout.dp_size
+    is_mixed = config.training.precision != "32-true"
+    return Holding(
+        weights=ranks if stage == 3 else 1,
+        gradients=ranks if stage >= 2 else 1,
+        state=ranks,
+        gathers="modules" if stage == 3 else "nothing",
+        casts_whole=True,
+        second_copy=True,
+        # Stage 1 keeps the 16-bit gradients in addition to the fp32 ones.
+        gradient_width=6 if is_mixed and stage == 1 else 4,
+        bucket=int(zero["reduce_bucket_size"]),
+        bucket_widths=_BUCKETS[stage, is_mixed],
+        offloaded_weights=float("offload_param" in zero),
+        offloaded_state=float("offload_optimizer" in zero),
+    )
 
 
 def has_whole_stages(strategy: Strategy) -> bool:
@@ -287,6 +308,7 @@ def step_memory(
     micro_batches: int = 2,
     gpu_bytes: int = 0,
     pp_rank: int | None = None,
+    offloaded: int = 0,
 ) -> StepMemory:
     """The memory of a rank in a step, for plan, check and the start of a run.
 
@@ -295,12 +317,43 @@ def step_memory(
         rows: samples of a micro-batch.
         micro_batches: of a rank in a step.
         pp_rank: the rank of a pipeline. None: its fullest rank.
+        offloaded: see `offloaded_blocks`.
     """
     setting = setting_of(
         config, layout, rows=rows, micro_batches=micro_batches, gpu_bytes=gpu_bytes
     )
-    holding = holding_of(config, strategy, layout, model, micro_batches)
+    holding = holding_of(config, strategy, layout, model, micro_batches, offloaded)
     return memory_of(model, setting, holding, pp_rank)
+
+
+def offloaded_blocks(
+    model: Architecture,
+    config: RunConfig,
+    strategy: Strategy,
+    layout: Layout,
+    *,
+    limit: float,
+    rows: int = 1,
+    micro_batches: int = 2,
+    gpu_bytes: int = 0,
+) -> int:
+    """The fewest blocks that a rank must keep in main memory under `cpu_offload: auto`, so that a
+    micro-batch fits. All blocks: embedding and head are there too. 0 under another strategy.
+
+    Args:
+        limit: bytes that a step may use on the rank.
+        rows: samples of a micro-batch.
+        micro_batches: of a rank in a step.
+    """
+    if not (isinstance(strategy, FSDPStrategyConfig) and strategy.cpu_offload == "auto"):
+        return 0
+    options = {"rows": rows, "micro_batches": micro_batches, "gpu_bytes": gpu_bytes}
+
+    def fits(offloaded: int) -> bool:
+        memory = step_memory(model, config, strategy, layout, offloaded=offloaded, **options)
+        return memory.peak.total <= limit
+
+    return bisect_left(range(model.layers), True, key=fits)
 
 
 def main_memory(

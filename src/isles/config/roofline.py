@@ -21,8 +21,8 @@ from isles.config.sections.strategy import (
 )
 from isles.facts.gpus import Gpu, Products
 from isles.facts.memory.architecture import Architecture
+from isles.facts.memory.count import Count, chunk_tokens
 from isles.facts.memory.forward import FP32
-from isles.facts.memory.step import Count, chunk_tokens
 
 PRODUCT_SHARE = 0.7
 """Share of a GPU's table speed that large matrix products reach. Smaller products take the time of
@@ -146,12 +146,15 @@ def count_of(
     rows: int,
     micro_batches: int,
     gpu_bytes: int,
+    offloaded: int = 0,
 ) -> Count:
-    """Counts of a micro-batch of `rows` samples under a resolved strategy."""
+    """Counts of a micro-batch of `rows` samples under a resolved strategy. `offloaded`: see
+    `offloaded_blocks`."""
     setting = setting_of(
         config, layout, rows=rows, micro_batches=micro_batches, gpu_bytes=gpu_bytes
     )
-    return Count(model, setting, holding_of(config, strategy, layout, model, micro_batches))
+    holding = holding_of(config, strategy, layout, model, micro_batches, offloaded)
+    return Count(model, setting, holding)
 
 
 def inside_rate(gpu: Gpu | None) -> float:
@@ -278,10 +281,13 @@ def optimizer_seconds(count: Count, chip: Chip, layout: Layout) -> float:
     per_number = _STATE_BYTES[setting.optimizer] + 4 * setting.trained_width
     if setting.optimizer == "adamw" and setting.trained_width == 2:
         per_number -= 8
-    if holding.offloads_state:
-        ranks = 1 if not chip.is_cuda else max(1, layout.world_size // holding.state)
-        return numbers * per_number * ranks / HOST_BANDWIDTH
-    seconds = numbers * per_number / (chip.bandwidth * BANDWIDTH_SHARE or HOST_BANDWIDTH)
+    share = holding.offloaded_state
+    ranks = 1 if not chip.is_cuda else max(1, layout.world_size // holding.state)
+    seconds = numbers * share * per_number * ranks / HOST_BANDWIDTH
+    if share == 1:
+        return seconds
+    rate = chip.bandwidth * BANDWIDTH_SHARE or HOST_BANDWIDTH
+    seconds += numbers * (1 - share) * per_number / rate
     if setting.optimizer == "muon" and chip.flops:
         # Ranks divide the matrices among each other.
         flops = _NEWTON_SCHULZ * count.trained_blocks * count.model.hidden / layout.world_size
@@ -375,12 +381,7 @@ def communication(
     trained = _on_rank(count.trained_blocks, count.trained_ends, count, layout)
     blocks = max(1.0, count.model.layers / layout.pp)
     narrow = setting.compute_width
-    gathered = _on_rank(
-        count.model.layers * count.block.frozen_bytes(setting.block_bits),
-        (count.params - in_blocks) * narrow,
-        count,
-        layout,
-    )
+    gathered = _gathered_bytes(count, layout)
     unit = layout.tp
     shards = _Group(links, layout.dp_shard * layout.cp, layout.dp_shard * layout.cp * unit)
     span = layout.world_size // layout.pp
@@ -405,9 +406,7 @@ def communication(
             # Replicas reduce gradients once per step, whatever their shards do.
             once = ring(copies, trained / shards.size, width, 2)
             each, once = (own, once) if is_full else (_Sent(), own + once)
-            if strategy.cpu_offload:
-                held = gathered if setting.block_bits else params * setting.trained_width
-                copy_s = (2 * held + trained * setting.trained_width) / shards.size / PCIE
+            copy_s = offloaded_bytes(count, layout) / PCIE
         case DeepSpeedStrategyConfig():
             everyone = _Group(links, layout.world_size, layout.world_size)
             stage = 3 if holding.weights > 1 else 2 if holding.gradients > 1 else 1
@@ -415,9 +414,9 @@ def communication(
             weights = ring(everyone, params, narrow, 2 if stage == 3 else 1)
             each = (reduced if stage >= 2 else _Sent()) + (weights if stage == 3 else _Sent())
             once = (reduced if stage == 1 else _Sent()) + (weights if stage < 3 else _Sent())
-            if holding.offloads_state:
+            if holding.offloaded_state:
                 copy_s = 2 * trained * narrow / holding.state / PCIE / micro_steps
-            if holding.offloads_weights:
+            if holding.offloaded_weights:
                 copy_s += 2 * params * narrow / holding.weights / PCIE
         case _:
             raise AssertionError("a strategy is chosen first")
@@ -426,6 +425,25 @@ def communication(
     return Communication(
         each.seconds, bare.seconds, once.seconds, copy_s, total.rank_bytes, total.line_bytes
     )
+
+
+def offloaded_bytes(count: Count, layout: Layout) -> float:
+    """Bytes that a rank copies between main memory and its GPU in a micro-batch under
+    `cpu_offload`: its shards of weights in both passes, and of gradients."""
+    setting, width = count.setting, count.setting.trained_width
+    trained = _on_rank(count.trained_blocks, count.trained_ends, count, layout) * width
+    # Weights are cast after they are copied.
+    held = trained if setting.is_whole else _gathered_bytes(count, layout)
+    shards = layout.dp_shard * layout.cp
+    return count.holding.offloaded_weights * (2 * held + trained) / shards
+
+
+def _gathered_bytes(count: Count, layout: Layout) -> float:
+    # All weights of a rank as they compute.
+    in_blocks = float(count.model.layers * count.block.params)
+    blocks = count.model.layers * count.block.frozen_bytes(count.setting.block_bits)
+    ends = (count.params - in_blocks) * count.setting.compute_width
+    return _on_rank(blocks, ends, count, layout)
 
 
 def _model_parallel(layout: Layout, links: Links, count: Count) -> _Sent:

@@ -25,6 +25,8 @@ class Mesh:
         cp_group: the ranks that share this rank's sequences; None if cp is 1.
         deals_ends: a rank that shares a sequence has a piece of its first half and a piece of its
             second half, so that all have the same work. Otherwise it has one piece.
+        offloaded: blocks that this rank keeps in main memory under `cpu_offload: auto`; see
+            `offloaded_blocks`.
     """
 
     layout: Layout
@@ -32,6 +34,7 @@ class Mesh:
     root: DeviceMesh | None
     cp_group: dist.ProcessGroup | None
     deals_ends: bool = False
+    offloaded: int = 0
 
     @property
     def dp_rank(self) -> int:

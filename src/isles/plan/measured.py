@@ -15,7 +15,8 @@ from typing import Any
 from isles.config.sections.run import RunConfig
 from isles.errors import UserError
 from isles.plan.machines import Device
-from isles.plan.step import Job, Outcome, RankPlan
+from isles.plan.outcome import Outcome, RankPlan
+from isles.plan.step import Job
 from isles.run.find import list_runs
 from isles.run.owner import owner_of
 from isles.run.paths import RunDir

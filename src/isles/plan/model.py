@@ -19,8 +19,8 @@ from isles.config.roofline import forward_flops
 from isles.config.sections.run import RunConfig
 from isles.errors import UserError
 from isles.facts.memory.architecture import Architecture
+from isles.facts.memory.count import Count
 from isles.facts.memory.setting import Holding
-from isles.facts.memory.step import Count
 from isles.facts.models import shape_names
 from isles.launch.huggingface import huggingface_issue
 from isles.run.env import huggingface_access, huggingface_cache

@@ -18,7 +18,8 @@ from isles.plan.links import OuterPlan, outer_plan
 from isles.plan.machines import Link, Machines, summary
 from isles.plan.measured import Measured, find_measured
 from isles.plan.model import ModelFacts
-from isles.plan.step import Job, Outcome, RankPlan, alone, is_compiled, outcome, with_values
+from isles.plan.outcome import Outcome, RankPlan
+from isles.plan.step import Job, alone, is_compiled, outcome, with_values
 from isles.plan.ways import Candidate, Rung, climb, compare, name_of
 
 PROCESS_BYTES = 2.5 * 2**30

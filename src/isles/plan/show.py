@@ -20,9 +20,10 @@ from isles.plan.apply import changed, typed
 from isles.plan.links import OuterPlan
 from isles.plan.machines import summary
 from isles.plan.measured import Measured
+from isles.plan.outcome import Outcome, RankPlan, StepTime
 from isles.plan.report import ClusterPlan, Plan, Price, Speed, cost
-from isles.plan.step import Job, Outcome, RankPlan, StepTime
-from isles.plan.ways import SHORTER, Candidate, Rung, name_of, stage_rows
+from isles.plan.step import Job
+from isles.plan.ways import SHORTER, Candidate, Rung, name_of, offload_rows, stage_rows
 
 _WIDTH = 100
 _GIB = 2**30
@@ -437,6 +438,7 @@ def _time_rows(plan: Plan, cluster: ClusterPlan) -> Iterator[tuple[str, str]]:  
     yield "", text
     if time is not None:
         yield from stage_rows(cluster.own)
+        yield from offload_rows(cluster.own, cluster.job.model.layers)
         yield from _balance_rows(cluster, speed, time)
         yield from _link_rows(time, cluster.job)
     gains = [f"{name} x{gain:.2f}" for name, gain in speed.gains.items()]

@@ -19,11 +19,12 @@ from isles.config.auto import (
 from isles.config.compilation import COMPILES_FROM, compiles
 from isles.config.issues import Issue
 from isles.config.layout import Layout, Strategy, make_layout
-from isles.config.memory import step_memory
+from isles.config.memory import offloaded_blocks, step_memory
 from isles.config.roofline import (
     Work,
     communication,
     count_of,
+    offloaded_bytes,
     optimizer_seconds,
     slowest,
     work_of,
@@ -35,10 +36,11 @@ from isles.config.sections.strategy import AutoStrategy, DDPStrategyConfig, FSDP
 from isles.errors import ConfigError
 from isles.facts.gpus import lacking
 from isles.facts.memory.architecture import Architecture
+from isles.facts.memory.count import Count
 from isles.facts.memory.result import StepMemory
 from isles.facts.memory.setting import usable_bytes
-from isles.facts.memory.step import Count
 from isles.plan.machines import Device, Machines
+from isles.plan.outcome import Outcome, RankPlan, StepTime
 from isles.plan.stages import deal_layers
 
 CONTEXT_BYTES = 0.6 * 2**30
@@ -68,115 +70,6 @@ class Job:
     @property
     def is_dpo(self) -> bool:
         return self.config.training.method == "dpo"
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlan:
-    """One rank: its rows per step, and its memory.
-
-    Args:
-        rows: its sequences of the global batch.
-        micro_batch: sequences of a forward pass.
-        limit_bytes: bytes that a step may use. None: the memory of the device is unknown.
-        least: memory with the smallest micro-batch that the run file allows.
-        context_bytes: memory of CUDA and NCCL, in addition.
-        busy_s: seconds of computing per step. None: the speed of the device is unknown.
-        layers: layers of its stages in a pipeline, or 0 without a pipeline.
-    """
-
-    host: str
-    device: Device
-    rows: int
-    micro_batch: int
-    memory: StepMemory
-    least: StepMemory
-    limit_bytes: float | None
-    context_bytes: float
-    busy_s: float | None
-    layers: int = 0
-
-    @property
-    def peak_bytes(self) -> float:
-        return self.memory.peak.total
-
-    @property
-    def fits(self) -> bool | None:
-        """True if it fits. None: unknown."""
-        return None if self.limit_bytes is None else self.peak_bytes <= self.limit_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class StepTime:
-    """Seconds of a step, on the slowest rank.
-
-    Args:
-        compute_s: seconds of computing of the average rank.
-        idle_s: seconds that the average rank spends waiting for the slowest.
-        bubble_s: seconds of a pipeline's bubble.
-        sent_bytes: bytes that one rank sends.
-        line_bytes: bytes that a host sends to other hosts. They take line_s without other traffic.
-    """
-
-    compute_s: float
-    optimizer_s: float
-    exposed_s: float
-    idle_s: float
-    bubble_s: float
-    sent_bytes: float
-    line_bytes: float
-    line_s: float
-    micro_steps: int
-
-    @property
-    def total_s(self) -> float:
-        parts = (self.compute_s, self.optimizer_s, self.exposed_s, self.idle_s, self.bubble_s)
-        return sum(parts)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The plan of one way to hold the model.
-
-    Args:
-        issue: why isles refuses it, or None. With an issue there are no ranks.
-        time: None if the speed of a device is unknown.
-        seen_bytes: most memory that an equal earlier run used on an equal GPU, which it did fit.
-            None if no such run was found.
-    """
-
-    config: RunConfig
-    strategy: Strategy
-    layout: Layout | None
-    ranks: tuple[RankPlan, ...] = ()
-    time: StepTime | None = None
-    issue: Issue | None = None
-    seen_bytes: float | None = None
-
-    @property
-    def refused(self) -> str:
-        """Why isles refuses it, or an empty text."""
-        return "" if self.issue is None else self.issue.what
-
-    @property
-    def fits(self) -> bool | None:
-        """True if every rank fits. None: unknown."""
-        if self.refused:
-            return False
-        if self.seen_bytes is not None:
-            return True
-        answers = [rank.fits for rank in self.ranks]
-        return False if False in answers else None if None in answers else True
-
-    @property
-    def tightest(self) -> RankPlan:
-        """The rank that decides whether the run fits: with the smallest limit, or with the most
-        memory in use."""
-
-        def room(rank: RankPlan) -> tuple[float, float]:
-            needed = rank.least.peak.total
-            return (needed / rank.limit_bytes if rank.limit_bytes else 0.0, needed)
-
-        return max(self.ranks, key=room)
 
 
 def limit_of(device: Device) -> float | None:
@@ -267,15 +160,31 @@ class _Step:
         self._job, self._config, self._strategy, self._layout = job, config, strategy, layout
         self._devices = job.machines.devices
         self._hosts = [host.name for host in job.machines.hosts for _ in host.devices]
-        self._memories: dict[tuple[int, int, int, int], StepMemory] = {}
+        self._memories: dict[tuple[int, int, int, int, int], StepMemory] = {}
         self._works: dict[tuple[float | None, int], Work] = {}
         self._products = config.training.products
         self._is_compiled = is_compiled(job, config)
         self._in_step = not (isinstance(strategy, DDPStrategyConfig) and layout.pp == 1)
         self._stages = [layout.place(rank).pp for rank in range(layout.world_size)]
         self._shares, self._layers = [1.0], [0]
+        self._offloaded = [self._offload(rank) for rank in range(layout.world_size)]
         if layout.pp > 1:
             self._cut()
+
+    def _offload(self, rank: int) -> int:
+        # Blocks in main memory, as `offload_blocks` chooses them in a run.
+        device, rows = self._devices[rank], self._given_rows(rank)
+        if not device.is_cuda:
+            return 0
+        return offloaded_blocks(
+            self._job.model,
+            self._config,
+            self._strategy,
+            self._layout,
+            limit=limit_of(device) or math.inf,
+            rows=rows if isinstance(rows, int) else 1,
+            gpu_bytes=self._gpu_bytes(device),
+        )
 
     def _cut(self) -> None:
         # The layers of each stage, and each rank's share of the work over an even share.
@@ -296,6 +205,7 @@ class _Step:
         self._layout, self._shares, self._layers = found
 
     def outcome(self) -> Outcome:
+        layout = self._layout
         row_s = [self._own_s(rank, 1) for rank in range(len(self._devices))]
         rows = self._rows(row_s)
         micro = [self._micro_batch(rank, own) for rank, own in enumerate(rows)]
@@ -316,27 +226,35 @@ class _Step:
                 context_bytes=self._context(device),
                 busy_s=busy[rank],
                 layers=self._layers[self._stages[rank]],
+                offloaded=self._offloaded[rank],
+                copied_bytes=offloaded_bytes(self._count(micro[rank], steps[rank], rank), layout),
             )
             for rank, device in enumerate(self._devices)
         )
         known = [seconds for seconds in busy if seconds is not None]
         time = self._time(known, micro, max(steps)) if len(known) == len(busy) else None
-        return Outcome(self._config, self._strategy, self._layout, ranks, time)
+        return Outcome(self._config, self._strategy, layout, ranks, time)
 
     def _context(self, device: Device) -> float:
         if not device.is_cuda:
             return 0.0
         return CONTEXT_BYTES + (NCCL_BYTES if len(self._devices) > 1 else 0.0)
 
-    def _count(self, rows: int, steps: int, device: Device) -> Count:
+    def _count(self, rows: int, steps: int, rank: int) -> Count:
         model, config, layout = self._job.model, self._config, self._layout
-        gpu_bytes = int(device.memory_bytes or 0) if device.is_cuda else 0
-        return count_of(model, config, self._strategy, layout, rows, steps, gpu_bytes)
+        gpu_bytes = self._gpu_bytes(self._devices[rank])
+        offloaded = self._offloaded[rank]
+        return count_of(model, config, self._strategy, layout, rows, steps, gpu_bytes, offloaded)
+
+    def _gpu_bytes(self, device: Device) -> int:
+        return int(device.memory_bytes or 0) if device.is_cuda else 0
 
     def _work(self, device: Device, rows: int) -> Work:
+        model, config, layout = self._job.model, self._config, self._layout
         key = (device.memory_bytes if device.is_cuda else 0, rows)
         if key not in self._works:
-            count = self._count(rows, 2, device)
+            gpu_bytes = self._gpu_bytes(device)
+            count = count_of(model, config, self._strategy, layout, rows, 2, gpu_bytes)
             self._works[key] = work_of(count, self._layout, is_compiled=self._is_compiled)
         return self._works[key]
 
@@ -353,8 +271,8 @@ class _Step:
         # Without a pipeline, memory depends only on whether there are several micro-batches.
         device, stage = self._devices[rank], self._stages[rank]
         steps = steps if self._layout.pp > 1 else min(steps, 2)
-        gpu_bytes = int(device.memory_bytes or 0) if device.is_cuda else 0
-        key = (gpu_bytes, rows, steps, stage)
+        gpu_bytes, offloaded = self._gpu_bytes(device), self._offloaded[rank]
+        key = (gpu_bytes, rows, steps, stage, offloaded)
         if key not in self._memories:
             self._memories[key] = step_memory(
                 self._job.model,
@@ -365,6 +283,7 @@ class _Step:
                 micro_batches=steps,
                 gpu_bytes=gpu_bytes,
                 pp_rank=stage,
+                offloaded=offloaded,
             )
         return self._memories[key]
 
@@ -393,11 +312,13 @@ class _Step:
             return shares[host] / max(1, self._hosts.count(host))
         return shares.get(str(rank), 1.0)
 
-    def _micro_batch(self, rank: int, rows: int) -> int:
+    def _given_rows(self, rank: int) -> int | str:
+        # Of a micro-batch, as the run file says.
         wanted = self._config.training.micro_batch_size
-        if isinstance(wanted, dict):
-            wanted = wanted.get(self._hosts[rank], "auto")
-        rows = max(1, rows)
+        return wanted.get(self._hosts[rank], "auto") if isinstance(wanted, dict) else wanted
+
+    def _micro_batch(self, rank: int, rows: int) -> int:
+        wanted, rows = self._given_rows(rank), max(1, rows)
         if isinstance(wanted, int):
             return min(wanted, rows)
         if not self._devices[rank].is_cuda:
@@ -444,7 +365,9 @@ class _Step:
         slowest = max(busy)
         mean = sum(busy) / len(busy)
         links = self._job.machines.links
-        count = self._count(max(micro), steps, self._devices[0])
+        # All ranks wait for the rank that copies most.
+        fullest = max(range(len(self._offloaded)), key=self._offloaded.__getitem__)
+        count = self._count(max(micro), steps, fullest)
         sent = communication(self._config, self._strategy, layout, links, count, steps)
         backward = 1.0 - self._work(self._devices[0], max(micro)).forward_share
         chips = {device.chip(self._products) for device in self._devices}

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from isles.config.layout import Strategy
+from isles.config.rules import check_rules
 from isles.config.sections.model import AdapterConfig
 from isles.config.sections.strategy import (
     AutoStrategy,
@@ -20,7 +21,9 @@ from isles.config.sections.strategy import (
 )
 from isles.config.sections.training import Precision
 from isles.facts.gpus import lacking
-from isles.plan.step import Job, Outcome, chosen, outcome, with_values
+from isles.facts.units import format_bytes
+from isles.plan.outcome import Outcome
+from isles.plan.step import Job, chosen, outcome, with_values
 
 SHORTER = "shorter context"
 
@@ -140,12 +143,17 @@ def _qlora(job: Job, kept: Changes) -> Iterator[tuple[str, Changes, str]]:
 def _offload(job: Job, whole: Changes, kept: Changes) -> Iterator[tuple[str, Changes, str]]:
     # With the state in main memory, an 8-bit state and 16-bit weights save nothing.
     exact = {key: value for key, value in whole.items() if key != "training.optimizer"}
-    strategy = FSDPStrategyConfig(cpu_offload=True)
-    yield (
-        "strategy: {kind: fsdp, cpu_offload: true}",
-        {**exact, "strategy": strategy},
-        "main memory",
-    )
+    strategy = _offloaded(job)
+    how = "auto" if strategy.cpu_offload == "auto" else "true"
+    name = f"strategy: {{kind: fsdp, cpu_offload: {how}}}"
+    yield name, {**exact, "strategy": strategy}, "main memory"
+
+
+def _offloaded(job: Job) -> FSDPStrategyConfig:
+    # Only what does not fit, if the optimizer allows it.
+    strategy = FSDPStrategyConfig(cpu_offload="auto")
+    config = job.config.model_copy(update={"strategy": strategy})
+    return strategy if not any(check_rules(config)) else FSDPStrategyConfig(cpu_offload=True)
 
 
 def _shorter(job: Job, whole: Changes) -> Iterator[tuple[str, Changes, str]]:
@@ -194,7 +202,7 @@ def name_of(strategy: Strategy) -> str:
         sizes = {"tp": strategy.tp_size, "cp": strategy.cp_size, "pp": strategy.pp_size}
         name += "".join(f" {axis} {size}" for axis, size in sizes.items() if size > 1)
     if isinstance(strategy, FSDPStrategyConfig) and strategy.cpu_offload:
-        name += " offload"
+        name += " auto offload" if strategy.cpu_offload == "auto" else " offload"
     return name
 
 
@@ -229,13 +237,13 @@ def _others(job: Job) -> Iterator[tuple[str, dict[str, object], str]]:
     world, local = len(job.machines.devices), job.machines.local_world_size
     yield from _plain(DDPStrategyConfig())
     if world == 1:
-        yield "fsdp FULL_SHARD offload", {"strategy": FSDPStrategyConfig(cpu_offload=True)}, ""
+        yield from _plain(_offloaded(job))
     else:
         yield from _plain(FSDPStrategyConfig())
         yield from _plain(FSDPStrategyConfig(sharding_strategy="SHARD_GRAD_OP"))
         if len(job.machines.hosts) > 1 and local > 1:
             yield from _plain(FSDPStrategyConfig(sharding_strategy="HYBRID_SHARD"))
-        yield "fsdp FULL_SHARD offload", {"strategy": FSDPStrategyConfig(cpu_offload=True)}, ""
+        yield from _plain(_offloaded(job))
         for stage in (1, 2, 3):
             yield from _plain(DeepSpeedStrategyConfig(zero_stage=stage))
         inside = local if local > 1 else world
@@ -254,6 +262,26 @@ def _plain(
     strategy: DDPStrategyConfig | FSDPStrategyConfig | DeepSpeedStrategyConfig,
 ) -> Iterator[tuple[str, dict[str, object], str]]:
     yield name_of(strategy), {"strategy": strategy}, ""
+
+
+def offload_rows(own: Outcome, layers: int) -> Iterator[tuple[str, str]]:
+    """Blocks that each rank keeps in main memory under `cpu_offload: auto`, and what that costs.
+
+    Args:
+        layers: of the model.
+
+    Yields:
+        Name and text of a row. Nothing if no rank keeps blocks there.
+    """
+    found = [
+        f"rank {rank} {each.offloaded} of {layers} blocks, which copies "
+        f"{format_bytes(each.copied_bytes)} for each micro-batch"
+        for rank, each in enumerate(own.ranks)
+        if each.offloaded
+    ]
+    if found:
+        more = f"; and {len(found) - 3} more ranks" if len(found) > 3 else ""
+        yield "In main memory", "; ".join(found[:3]) + more
 
 
 def stage_rows(own: Outcome) -> Iterator[tuple[str, str]]:

@@ -254,8 +254,10 @@ class TorchEngine(Engine):
 
     def whole_weight(self, name: str) -> Tensor:
         value = self._trained[name].detach()
+        # With offload, ranks may hold their parts on different devices, but all must send alike.
+        value = value.to(self._world.device)
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        return whole.to(self._world.device, torch.float32)
+        return whole.float()
 
     def whole_weights(self, names: Sequence[str]) -> list[Tensor]:
         found = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -46,8 +46,7 @@ class FSDPEngine(TorchEngine):
         precision: str,
         make_objective: MakeObjective = CausalLM,
     ) -> None:
-        self._sharded = shard_model(model, config, mesh, world.device, precision=precision)
-        allocate(model, config, world.device)
+        self._sharded = hold(model, config, mesh, world.device, precision=precision)
         materialize(model)
         objective = make_objective(model)
         stepper = Stepper([model], make_optimizers, device=world.device, precision=precision)
@@ -70,7 +69,7 @@ class FSDPEngine(TorchEngine):
             module.reshard()
 
 
-def shard_model(
+def hold(
     model: nn.Module,
     config: FSDPStrategyConfig,
     mesh: Mesh,
@@ -78,11 +77,29 @@ def shard_model(
     *,
     precision: str,
 ) -> Sequence[FSDPModule]:
+    """Shard a model, and allocate this rank's shards. Arguments and result as for `shard_model`."""
+    moved = _in_main_memory(model, config, mesh.offloaded)
+    sharded = shard_model(model, config, mesh, device, precision=precision, moved=moved)
+    allocate(model, device, moved)
+    return sharded
+
+
+def shard_model(
+    model: nn.Module,
+    config: FSDPStrategyConfig,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    precision: str,
+    moved: Set[nn.Module] = frozenset(),
+) -> Sequence[FSDPModule]:
     """Shard a model, or a pipeline stage, block by block. All ranks must call this.
 
     Args:
         model: on the meta device.
         precision: `training.precision` of the run file.
+        moved: modules whose parameters, gradients and optimizer state are in main memory. Ranks
+            may differ: each copies its own shards to its device before they are gathered.
 
     Returns:
         The sharded modules, the model last.
@@ -92,46 +109,67 @@ def shard_model(
     """
     assert mesh.root is not None
     axes = ("shard",) if mesh.layout.replicate == 1 else ("replicate", "shard")
-    offload = OffloadPolicy()
-    if config.cpu_offload:
-        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     options: dict[str, Any] = {
         "mesh": mesh.root[axes],
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=MIXED_DTYPE.get(precision),
             reduce_dtype=torch.bfloat16 if config.reduce_dtype == "bf16" else torch.float32,
         ),
-        "offload_policy": offload,
     }
     reshards = reduces_each_micro_step(config)  # the same choice of memory over speed
     blocks = find_blocks(model, config.transformer_layer_cls_to_wrap)
+
+    def place(module: nn.Module) -> OffloadPolicy:
+        is_moved = module in moved
+        return CPUOffloadPolicy(pin_memory=device.type == "cuda") if is_moved else OffloadPolicy()
+
     # Some models give their blocks fp32 on purpose, such as rotary positions.
     as_given = replace(options["mp_policy"], cast_forward_inputs=False)
     for block in reversed(blocks):  # of nested blocks the inner one first
-        own = options | {"mp_policy": as_given}
+        own = options | {"mp_policy": as_given, "offload_policy": place(block)}
         fully_shard(block, **own, reshard_after_forward=reshards)
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     for end in _ends(model):
         # The backward pass begins with the head, whose gradient is known already: to free its
         # weights after the forward pass would gather them again, before anything could hide it.
-        fully_shard(end, **options, reshard_after_forward=reshards and end is not head)
+        own = options | {"offload_policy": place(end)}
+        fully_shard(end, **own, reshard_after_forward=reshards and end is not head)
     # Backward begins with the root, so a release after forward would only gather it again.
     # The root keeps the last norm. Grouped with the head, as in torchtitan, the norm would need no
     # messages of its own. But from the second micro-batch on, FSDP2 ends a backward pass with the
     # prefetch of the last unit of the forward pass before: the root, which is still gathered, or
     # for a root without weights the head, for nothing (one gathering more in each step, counted).
-    fully_shard(model, **options, reshard_after_forward=False)
+    own = options | {"offload_policy": place(model)}
+    fully_shard(model, **own, reshard_after_forward=False)
     _prefetch(blocks, config)
     return [module for module in model.modules() if isinstance(module, FSDPModule)][::-1]
 
 
-def allocate(model: nn.Module, config: FSDPStrategyConfig, device: torch.device) -> None:
-    """Allocate this rank's shard of a model that was sharded on the meta device."""
-    model.to_empty(device=torch.device("cpu") if config.cpu_offload else device)
-    if config.cpu_offload:
-        for buffer in model.buffers():
-            # FSDP2 offloads only parameters. The forward pass needs the buffers on the device.
-            buffer.data = buffer.data.to(device)
+def allocate(model: nn.Module, device: torch.device, moved: Set[nn.Module] = frozenset()) -> None:
+    """Allocate this rank's shard of a model that was sharded on the meta device. For `moved`, see
+    `shard_model`."""
+    # Inner modules first: FSDP2 looks for the new parameters of a unit when it allocates its root.
+    for module in reversed(list(model.modules())):
+        where = torch.device("cpu") if module in moved else device
+        module.to_empty(device=where, recurse=False)
+    for buffer in model.buffers():
+        # FSDP2 offloads only parameters. The forward pass needs the buffers on the device.
+        buffer.data = buffer.data.to(device)
+
+
+def _in_main_memory(model: nn.Module, config: FSDPStrategyConfig, offloaded: int) -> Set[nn.Module]:
+    # Modules whose parameters, gradients and optimizer state this rank keeps in main memory.
+    if config.cpu_offload is not True and not offloaded:
+        return set()
+    found = find_blocks(model, config.transformer_layer_cls_to_wrap)
+    inner = {module for block in found for module in block.modules() if module is not block}
+    blocks = [block for block in found if block not in inner]
+    total = len(blocks)
+    if config.cpu_offload is True or offloaded >= total:
+        return set(model.modules())
+    # Spread over the model, so that a block can be copied while others compute.
+    places = [i for i in range(total) if i * offloaded // total < (i + 1) * offloaded // total]
+    return {module for place in places for module in blocks[place].modules()}
 
 
 def reduces_each_micro_step(config: FSDPStrategyConfig) -> bool:

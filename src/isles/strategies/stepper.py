@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -164,16 +163,33 @@ class Stepper:
             yield from optimizers
 
     def _total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        norms = [nn.utils.get_total_norm(group) for group in _by_mesh(gradients)]
-        whole = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
+        whole = [self._norm(group) for group in _alike(gradients)]
         if len(whole) == 1 and self._stages is None:
-            return whole[0].float().to(self._device)
+            return whole[0]
         squares = torch.zeros((), device=self._device)
         for norm in whole:
-            squares += norm.float().to(self._device) ** 2
+            squares += norm**2
         if self._stages is not None:
             # Each stage has other parameters, so the squares add up to those of the whole model.
             dist.all_reduce(squares, group=self._stages)
+        return squares.sqrt()
+
+    def _norm(self, gradients: Sequence[Any]) -> Tensor:
+        # Of gradients with the same mesh and placements. With offload, ranks may hold their parts
+        # on different devices, but all must send alike.
+        first = gradients[0]
+        parts = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        norm = nn.utils.get_total_norm(parts).float().to(self._device)
+        if not isinstance(first, DTensor):
+            return norm
+        mesh = first.device_mesh
+        axes = [axis for axis, cut in enumerate(first.placements) if not cut.is_replicate()]
+        axes = [axis for axis in axes if mesh.size(axis) > 1]
+        if not axes:
+            return norm
+        squares = norm**2
+        for axis in axes:
+            dist.all_reduce(squares, group=mesh.get_group(axis))
         return squares.sqrt()
 
 
@@ -186,12 +202,13 @@ def _kept(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name in trained}
 
 
-def _by_mesh(tensors: Sequence[Any]) -> list[list[Any]]:
-    # Groups of tensors that one operation accepts together: of the same device mesh.
-    groups: dict[DeviceMesh | None, list[Any]] = {}
+def _alike(tensors: Sequence[Any]) -> list[list[Any]]:
+    # Groups of tensors with the same mesh and placements, in the same order on all ranks.
+    groups: dict[object, list[Any]] = {}
     for tensor in tensors:
-        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
-        groups.setdefault(mesh, []).append(tensor)
+        is_cut = isinstance(tensor, DTensor)
+        key = (tensor.device_mesh, tensor.placements) if is_cut else None
+        groups.setdefault(key, []).append(tensor)
     return list(groups.values())
 
 
@@ -253,7 +270,9 @@ class StepGuard:
         """
         stops = self._poison if skip is None else torch.maximum(self._poison, skip)
         # For offloaded parameters, torch would read its copy before it has arrived.
-        where = optimizer.param_groups[0]["params"][0].device
+        # It copies a flag of the CPU to other devices by itself.
+        devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+        where = min(devices, key=lambda device: device.type != "cpu")
         optimizer.found_inf = stops.to(where)  # type: ignore[attr-defined]
         optimizer.step()
 

@@ -46,6 +46,7 @@ from isles.train.model import (
     keep_base,
     whole_model,
 )
+from isles.train.offload import offload_blocks
 from isles.train.optimizer.make import make_optimizers
 from isles.train.parts import Parts
 from isles.train.products import keep_angles_exact, products_note
@@ -214,6 +215,7 @@ def _make_meter(
         micro_batches=count,
         gpu_bytes=gpu_bytes(world.device),
         pp_rank=mesh.place.pp,
+        offloaded=mesh.offloaded,
     )
     return StepMeter(world, model.flops_per_token, memory.peak.total)
 
@@ -236,6 +238,7 @@ def _make_engine(
     # Before the model is sharded.
     size = ModelSize.of(model, config.data.seq_length)
     mesh, cut = cut_pipeline(model, config, strategy, mesh, world, manifest)
+    mesh = offload_blocks(model, config, strategy, mesh, world)
     balancer = make_balancer(model, config, strategy, mesh, world, run_dir, recorder, resume_from)
     routers = make_routers(config.model, model, mesh, world)  # by names that a sharded model lacks
     optimizers = functools.partial(make_optimizers, config.training, seed=config.seed)

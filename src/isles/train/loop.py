@@ -5,7 +5,7 @@ from __future__ import annotations
 from isles.config.sections.training import learning_rate
 from isles.errors import ExitCode, TrainingError
 from isles.outer.hub.rules import FINISHED_FIX, FINISHED_WHAT
-from isles.train.host import collect_garbage
+from isles.train.host import collect_garbage, collecting_at_steps
 from isles.train.parts import Parts
 from isles.train.stop import NOW, TIME_IS_UP, Decision, StopBeforeTraining
 
@@ -16,6 +16,11 @@ def train(parts: Parts) -> ExitCode:
     Returns:
         OK at the end; REQUEUE or INTERRUPTED after a stop that was asked for, with a checkpoint.
     """
+    with collecting_at_steps():
+        return _train(parts)
+
+
+def _train(parts: Parts) -> ExitCode:
     config, engine, progress = parts.config.training, parts.engine, parts.progress
     while parts.total_steps is None or progress.step < parts.total_steps:
         step = progress.step + 1

@@ -188,7 +188,10 @@ def standing_bytes(model: nn.Module, config: RunConfig, strategy: Strategy, mesh
     """Bytes of a rank without activations: weights, gradients, optimizer state, and gathered
     weights."""
     size, pp_rank = architecture_of(model), mesh.place.pp
-    return step_memory(size, config, strategy, mesh.layout, rows=1, pp_rank=pp_rank).standing
+    memory = step_memory(
+        size, config, strategy, mesh.layout, rows=1, pp_rank=pp_rank, offloaded=mesh.offloaded
+    )
+    return memory.standing
 
 
 class Training(nn.Module):

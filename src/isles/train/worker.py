@@ -32,7 +32,7 @@ from isles.run.restarts import LastStep, read_last_step, read_restart
 from isles.train.build import build
 from isles.train.finish import finish
 from isles.train.hang import watching
-from isles.train.host import bind_to_gpu, collecting_at_steps
+from isles.train.host import bind_to_gpu
 from isles.train.logs import log_of_rank
 from isles.train.loop import finish_together, train
 from isles.train.products import fp32_products
@@ -138,8 +138,7 @@ def _train(
         parts.shown,
     ):
         try:
-            with collecting_at_steps():
-                code = ExitCode(finish_together(parts)) or train(parts)
+            code = ExitCode(finish_together(parts)) or train(parts)
         except BaseException:
             parts.close(is_over=False)
             raise

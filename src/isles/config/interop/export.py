@@ -128,7 +128,7 @@ def fsdp_json(loaded: Loaded) -> tuple[Json, list[str]]:
     data: Json = {
         "version": 2,
         "reshard_after_forward": strategy.sharding_strategy == "FULL_SHARD",
-        "cpu_offload": strategy.cpu_offload,
+        "cpu_offload": bool(strategy.cpu_offload),
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "activation_checkpointing": config.training.gradient_checkpointing != "none",
         "cpu_ram_efficient_loading": config.model.init == "pretrained",

@@ -15,6 +15,7 @@ from isles.config.sections.strategy import (
     AutoStrategy,
     DDPStrategyConfig,
     DeepSpeedStrategyConfig,
+    FSDPStrategyConfig,
     MeshSection,
 )
 from isles.facts.models import shape_names
@@ -53,6 +54,8 @@ def _rules(config: RunConfig) -> Iterator[Issue]:
         yield from _ddp(config, strategy)
     if isinstance(strategy, DeepSpeedStrategyConfig):
         yield from _deepspeed(config, strategy)
+    if isinstance(strategy, FSDPStrategyConfig):
+        yield from _offload(config, strategy)
 
 
 def _fp8(config: RunConfig) -> Iterator[Issue]:
@@ -122,6 +125,29 @@ def _pipeline(config: RunConfig, strategy: MeshSection) -> Iterator[Issue]:
             f"fp16-mixed does not work with pp_size {size}: only the last pipeline stage has the "
             "loss to scale",
             "use precision: bf16-mixed or 32-true",
+        )
+
+
+def _offload(config: RunConfig, strategy: FSDPStrategyConfig) -> Iterator[Issue]:
+    if strategy.cpu_offload != "auto":
+        return
+    training = config.training
+    if strategy.pp_size > 1:
+        yield Issue(
+            ("strategy.cpu_offload", "strategy.pp_size"),
+            f"cpu_offload auto does not work with pp_size {strategy.pp_size}: a pipeline already "
+            "gives each GPU as many layers as fit",
+            "use cpu_offload: false or true, or pp_size: 1",
+        )
+    named = "stochastic_rounding true" if training.stochastic_rounding else None
+    if training.optimizer != "adamw":
+        named = f"optimizer {training.optimizer}"
+    if named is not None:
+        yield Issue(
+            ("strategy.cpu_offload", f"training.{named.split()[0]}"),
+            f"cpu_offload auto does not work with {named}, which steps the weights of several "
+            "blocks together, and these would be on two devices",
+            "use training.optimizer: adamw without stochastic_rounding, or cpu_offload: true",
         )
 
 

@@ -83,8 +83,10 @@ class FSDPStrategyConfig(MeshSection):
     transformer_layer_cls_to_wrap: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """Class names of the blocks to shard one by one. Default: isles finds them."""
 
-    cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in CPU memory, for a larger model. Slower."""
+    cpu_offload: bool | Literal["auto"] = False
+    """Keep parameters, gradients and optimizer state in CPU memory, for a larger model. Slower.
+    auto does so on each GPU only for the blocks that do not fit on it, so that the smallest GPU
+    does not decide."""
 
     forward_prefetch: Annotated[int, Field(ge=0, le=16)] = 0
     """Number of blocks to gather early in the forward pass. 0 leaves this to FSDP2."""

@@ -30,7 +30,8 @@ class Holding:
         bucket: numbers of gradients that are sent together and have their own memory.
         bucket_widths: bytes per number of a bucket, over all its copies: in the forward pass, in
             the backward pass, and at its end.
-        offloads_weights, offloads_state: whether they are in main memory.
+        offloaded_weights, offloaded_state: share of the blocks whose weights (and gradients), and
+            optimizer state, are in main memory. 1: those of embedding and head too.
         savers: ranks that divide their equal tensors among each other for a checkpoint.
         tensor, pipeline: number of ranks that share matrices, and blocks.
         stages: stages per rank of a pipeline. With two, each has half of the rank's blocks.
@@ -52,8 +53,8 @@ class Holding:
     gradient_width: int = 0
     bucket: int = 0
     bucket_widths: tuple[int, int, int] = (0, 0, 0)
-    offloads_weights: bool = False
-    offloads_state: bool = False
+    offloaded_weights: float = 0.0
+    offloaded_state: float = 0.0
     savers: int = 1
     tensor: int = 1
     pipeline: int = 1

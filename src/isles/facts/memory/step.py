@@ -1,46 +1,22 @@
 """Memory of a rank in one training step, by cause and by phase.
 
 It is the only count, for `strategy: auto`, the search for a micro-batch, `isles check` and `isles
-plan`. `forward.py` and `architecture.py` count the tensors of autograd. This file adds the tensors
-of the engines.
+plan`. `count.py`, `forward.py` and `architecture.py` count the tensors of autograd. This file adds
+the tensors of the engines.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from isles.facts.memory.architecture import Architecture
-from isles.facts.memory.forward import FP32, Adapter, Forward, Value
+from isles.facts.memory.count import Count, chunk_tokens
+from isles.facts.memory.forward import FP32
 from isles.facts.memory.layers import layers_of_ranks
 from isles.facts.memory.result import PhaseMemory, StepMemory
 from isles.facts.memory.setting import Holding, MemorySettings, state_bytes
-
-_CHUNK_LOGITS = 2**25
-"""Logits of a chunk of the loss on a small device: 192 MiB in 16 bits and in fp32."""
-
-_CHUNK_SHARE = 32
-"""A chunk of the loss takes at most this part of a GPU's memory: one in 32."""
-
-_LEAST_CHUNK, _MOST_CHUNK = 128, 4096
-"""Fewest and most tokens of a chunk."""
-
-
-def chunk_tokens(vocab: int, device_bytes: int) -> int:
-    """Number of tokens whose logits the loss computes at the same time.
-
-    Each chunk reads and writes the gradient of the whole head, so that small chunks are slow: with
-    a vocabulary of 128,000, 2**25 logits are 261 tokens.
-
-    Args:
-        vocab: size of the vocabulary.
-        device_bytes: memory of the GPU; 0 for a CPU, whose caches prefer small chunks.
-    """
-    logits = max(_CHUNK_LOGITS, device_bytes // _CHUNK_SHARE // (FP32 + 2))
-    tokens = logits // vocab
-    whole = tokens // _LEAST_CHUNK * _LEAST_CHUNK  # kernels compute tiles of 128 rows
-    return min(_MOST_CHUNK, max(_LEAST_CHUNK, whole if device_bytes else tokens))
 
 
 def memory_of(
@@ -75,95 +51,6 @@ def most_layers(
         return bisect_left(range(1, model.layers + 1), True, key=exceeds)
 
     return [most(rank, limit) for rank, limit in enumerate(limits)]
-
-
-class Count:
-    """Counts of the parts of a model, for one setting and sharding."""
-
-    def __init__(self, model: Architecture, setting: MemorySettings, holding: Holding) -> None:
-        self.model, self.setting, self.holding = model, setting, holding
-        width = setting.trained_width if setting.is_whole else setting.compute_width
-        self.width = 2 if holding.casts_whole and setting.is_mixed else width
-        """Bytes per number of the weights while they compute."""
-        tokens = setting.rows * setting.length
-        seen = setting.seen or setting.length
-        self.embedding, x = self._walk(lambda walk, _: model.embed(walk, tokens))
-        self.first, y = self._walk(lambda walk, x: model.block(walk, x, seen), x)
-        # The input of every block but the first is the output of a block.
-        self.block, _ = self._walk(lambda walk, x: model.block(walk, x, seen), y)
-        self.last, self.hidden = self._walk(model.end, y)
-        self.keeps_input = self.block.keeps(y)
-
-    def _walk(
-        self, part: Callable[[Forward, Value], Value], x: Value | None = None
-    ) -> tuple[Forward, Value]:
-        setting, seen = self.setting, self.setting.seen or self.setting.length
-        adapter = None
-        if not setting.is_whole:
-            casts = self.holding.casts_whole and setting.is_mixed
-            width = self.width if casts else setting.trained_width
-            adapter = Adapter(
-                setting.adapter_rank,
-                width,
-                setting.adapter_targets,
-                setting.has_dropout,
-                setting.adapter_experts,
-            )
-        autocast = setting.compute_width if setting.is_mixed else None
-        walk = Forward(
-            weight=self.width,
-            autocast=None if self.holding.casts_whole else autocast,
-            is_trained=setting.is_whole,
-            adapter=adapter,
-            is_cuda=setting.is_cuda,
-            repeats_keys=setting.is_packed,
-            shares=seen // setting.length if setting.gathers_keys else 1,
-            swaps_heads=setting.swaps_heads,
-            tensor=self.holding.tensor,
-            is_4bit=bool(setting.block_bits),
-        )
-        y = part(walk, x if x is not None else Value(0, 0, self.width))
-        return walk, y
-
-    @property
-    def head_params(self) -> int:
-        """Numbers of a separate head. 0 if the head is tied to the embedding."""
-        return 0 if self.model.is_tied else self.model.head_params
-
-    @property
-    def params(self) -> int:
-        """Numbers of the whole model, without adapters. With tensor parallel, on one rank."""
-        ends = self.embedding.params + self.last.params + self.head_params
-        return ends + self.model.layers * self.block.params
-
-    @property
-    def active(self) -> int:
-        """Numbers that one token uses."""
-        idle = self.model.layers * (self.block.params - self.block.active_params)
-        return self.params - idle
-
-    @property
-    def trained(self) -> int:
-        """Numbers that have gradients."""
-        return self.trained_blocks + self.trained_ends
-
-    @property
-    def trained_blocks(self) -> int:
-        """Numbers of blocks, or of adapters in them, that have gradients."""
-        block = self.block
-        return self.model.layers * (block.params if self.setting.is_whole else block.adapter_params)
-
-    @property
-    def trained_ends(self) -> int:
-        """Numbers of embedding, last norm and head that have gradients."""
-        if not (self.setting.is_whole or self.setting.trains_ends):
-            return 0
-        return self.embedding.params + self.last.params + self.head_params
-
-    @property
-    def saved_twice(self) -> int:
-        """Numbers of a tied head, which a checkpoint has under both of its names."""
-        return self.model.head_params if self.model.is_tied and self.trained_ends else 0
 
 
 class _Stage:
@@ -201,9 +88,7 @@ class _Stage:
         setting, holding = self._setting, self._holding
         weights, state = self._weights(), self._state()
         width = holding.gradient_width or setting.trained_width
-        gradients = self._trained * width / holding.gradients
-        if holding.offloads_weights:
-            gradients = 0.0
+        gradients = self._gradients(width / holding.gradients)
         bucket = min(holding.bucket, self._trained)
         forward, backward, end = (bucket * width for width in holding.bucket_widths)
         head = self._head()
@@ -225,14 +110,15 @@ class _Stage:
         )
         # The last block is first: its gradients exist together with all other blocks' activations.
         block_gradients = (self._ends_trained + self._block_trained) * width
-        came = before or block_gradients / holding.gradients
+        is_here = holding.offloaded_weights < 1
+        came = before or block_gradients / holding.gradients * is_here
         is_whole = setting.checkpointing == "none"
         if not is_whole:
             yield PhaseMemory(
                 "recomputing the last block",
                 weights,
                 state,
-                (0.0 if holding.offloads_weights else came) + backward,
+                came + backward,
                 gathered.backward,
                 made.kept
                 + made.again
@@ -244,7 +130,7 @@ class _Stage:
             "the backward pass of the last block",
             weights,
             state,
-            (0.0 if holding.offloads_weights else came) + backward,
+            came + backward,
             gathered.backward,
             made.kept
             + made.recomputed
@@ -275,12 +161,12 @@ class _Stage:
     def _host(self) -> float:
         # Bytes in main memory.
         setting, holding = self._setting, self._holding
-        found = 0.0
-        if holding.offloads_weights:
-            # Weights and their gradients.
-            found += self._weights_held() + self._trained * setting.trained_width / holding.weights
-        if holding.offloads_state:
-            found += self._state_held()
+        share = holding.offloaded_weights
+        found = _offloaded(self._weights_held(), share)
+        found += _offloaded(self._state_held(), holding.offloaded_state)
+        # Gradients are where their weights are.
+        width = setting.trained_width / holding.weights
+        found += _offloaded(self._trained_parts(width), share)
         if setting.checkpointing == "offload":
             found += self._passes * self._layers * self._count.hidden.size_bytes / holding.stages
         return found
@@ -291,32 +177,44 @@ class _Stage:
         twice = self._count.saved_twice
         if holding.second_copy:
             # It includes the fp32 weights: collected in main memory, and copied there again.
-            return 2 * (self._state_held() + twice * FP32 / holding.state)
+            return 2 * (sum(self._state_held()) + twice * FP32 / holding.state)
         weights = (self._trained + twice) * setting.trained_width / holding.weights
-        return (weights + self._state_held()) / holding.savers
+        return (weights + sum(self._state_held())) / holding.savers
 
     def _weights(self) -> float:
-        return 0.0 if self._holding.offloads_weights else self._weights_held()
+        held = self._weights_held()
+        return sum(held) - _offloaded(held, self._holding.offloaded_weights)
 
-    def _weights_held(self) -> float:
+    def _weights_held(self) -> _Parts:
         setting, holding = self._setting, self._holding
         width: float = setting.trained_width
         if holding.second_copy and setting.is_mixed:
             width = 2
-        held = self._trained * width + self._frozen_ends * setting.compute_width
-        return (held + self._layers * self._frozen_block) / holding.weights
+        blocks, ends = self._trained_parts(width / holding.weights)
+        blocks += self._layers * self._frozen_block / holding.weights
+        return blocks, ends + self._frozen_ends * setting.compute_width / holding.weights
+
+    def _trained_parts(self, width: float) -> _Parts:
+        return self._layers * self._block_trained * width, self._ends_trained * width
+
+    def _gradients(self, width: float) -> float:
+        parts = self._trained_parts(width)
+        return sum(parts) - _offloaded(parts, self._holding.offloaded_weights)
 
     def _state(self) -> float:
-        return 0.0 if self._holding.offloads_state else self._state_held()
+        held = self._state_held()
+        return sum(held) - _offloaded(held, self._holding.offloaded_state)
 
-    def _state_held(self) -> float:
+    def _state_held(self) -> _Parts:
         count, setting, holding = self._count, self._setting, self._holding
         blocks, short = self._layers * self._block_trained, self._layers * count.block.short_params
         width, optimizer = setting.trained_width, setting.optimizer
-        state = state_bytes(blocks, self._ends_trained, width, optimizer, short=short)
+        of_blocks = state_bytes(blocks, 0.0, width, optimizer, short=short)
+        of_ends = state_bytes(0.0, self._ends_trained, width, optimizer)
         if holding.second_copy:
-            state += self._trained * FP32
-        return state / holding.state
+            of_blocks += blocks * FP32
+            of_ends += self._ends_trained * FP32
+        return of_blocks / holding.state, of_ends / holding.state
 
     def _activations(self) -> _Activations:
         # Activations after the forward pass, and those that the backward pass of a block adds.
@@ -470,6 +368,16 @@ class _Stage:
         reduced = self._block_trained * (width + FP32)
         backward = 2 * block + reduced + ends
         return _Gathered(ends + buffer + reducing, backward, backward)
+
+
+_Parts = tuple[float, float]
+"""Of all blocks, and of embedding and head."""
+
+
+def _offloaded(parts: _Parts, share: float) -> float:
+    # What of it is in main memory.
+    blocks, ends = parts
+    return blocks * share + ends * (share == 1)
 
 
 @dataclass(frozen=True, slots=True)

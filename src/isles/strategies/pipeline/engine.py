@@ -21,7 +21,7 @@ from isles.dist.mesh import Mesh
 from isles.dist.world import World, is_communication_error
 from isles.errors import CommunicationError
 from isles.strategies.base import TorchEngine
-from isles.strategies.fsdp import allocate, shard_model
+from isles.strategies.fsdp import hold
 from isles.strategies.pipeline.stages import (
     Inputs,
     MicroBatches,
@@ -87,14 +87,13 @@ class PipelineEngine(TorchEngine):
                 self._whole.add(stage, materialize)
                 continue
             parallelize(stage)
-            sharded = shard_model(stage, config, mesh, world.device, precision=precision)
+            sharded = hold(stage, config, mesh, world.device, precision=precision)
             self._sharded += sharded
             if stages_per_rank(config.pp_schedule) > 1:
                 # These schedules gather and release a stage by themselves. A block released after
                 # its forward pass would have no gradients if backward is split in two (zbv).
                 for module in sharded:
                     module.set_reshard_after_forward(False, recurse=False)
-            allocate(stage, config, world.device)
             materialize(stage)
         modules = list(stages.values())
         self._modules: list[Any] = modules

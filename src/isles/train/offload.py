@@ -1,0 +1,78 @@
+"""Blocks that a rank keeps in main memory, because its GPU has no room for them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from torch import nn
+
+from isles.config.layout import Strategy
+from isles.config.memory import offloaded_blocks, step_memory
+from isles.config.roofline import PCIE, count_of, offloaded_bytes
+from isles.config.sections.run import RunConfig
+from isles.config.sections.strategy import FSDPStrategyConfig
+from isles.dist.mesh import Mesh
+from isles.dist.world import World, gpu_bytes
+from isles.errors import UserError
+from isles.facts.memory.setting import usable_bytes
+from isles.facts.units import format_bytes
+from isles.run.limits import memory
+from isles.train.model import architecture_of
+
+log = logging.getLogger(__name__)
+
+
+def offload_blocks(
+    model: nn.Module, config: RunConfig, strategy: Strategy, mesh: Mesh, world: World
+) -> Mesh:
+    """The grid with the blocks that this rank keeps in main memory under `cpu_offload: auto`. All
+    ranks must call this.
+
+    With `micro_batch_size: auto`, there is room for a micro-batch of one sample.
+
+    Args:
+        model: the whole model, used for its shapes only.
+
+    Raises:
+        UserError: names a rank without enough main memory, the same on every rank.
+    """
+    if not (isinstance(strategy, FSDPStrategyConfig) and strategy.cpu_offload == "auto"):
+        return mesh
+    size, gpu, layout = architecture_of(model), gpu_bytes(world.device), mesh.layout
+    given = config.training.micro_batch_size
+    given = given.get(world.host, 1) if isinstance(given, dict) else given
+    rows = given if isinstance(given, int) else 1
+    count = 0
+    if gpu:  # on a CPU, everything is in main memory in any case
+        limit = usable_bytes(gpu)
+        count = offloaded_blocks(
+            size, config, strategy, layout, limit=limit, rows=rows, gpu_bytes=gpu
+        )
+    moved = step_memory(size, config, strategy, layout, rows=rows, offloaded=count).host
+    copied = offloaded_bytes(count_of(size, config, strategy, layout, rows, 2, gpu, count), layout)
+    room = memory().available / world.local_world_size
+    every = world.gather((world.host, world.device_name, count, moved, copied, room))
+    for rank, (host, device, blocks, held, sent, free) in enumerate(every):
+        name = f"rank {rank} on {host} ({device})"
+        what = f"{blocks} of {size.layers} blocks in main memory ({format_bytes(held)})"
+        if held > free:
+            raise UserError(
+                f"{name} has no room for {what}: its share of what is free there is "
+                f"{format_bytes(free)}",
+                where="strategy.cpu_offload",
+                fix="use more GPUs, a smaller data.seq_length, adapter: {type: qlora}, or a host "
+                "with more main memory",
+                id="memory.offload",
+            )
+        if blocks and world.is_main:
+            log.info(
+                "cpu_offload: %s keeps %s, and copies %s for each micro-batch, about %.2g s",
+                name,
+                what,
+                format_bytes(sent),
+                sent / PCIE,
+            )
+    if world.is_main and not any(blocks for _, _, blocks, *_ in every):
+        log.info("cpu_offload: the GPUs have room for all blocks, so nothing is in main memory")
+    return replace(mesh, offloaded=count)
