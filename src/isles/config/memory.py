@@ -338,7 +338,8 @@ def offloaded_blocks(
     gpu_bytes: int = 0,
 ) -> int:
     """The fewest blocks that a rank must keep in main memory under `cpu_offload: auto`, so that a
-    micro-batch fits. All blocks: embedding and head are there too. 0 under another strategy.
+    micro-batch fits. If this is all blocks, embedding and head are in main memory too. 0
+    under another strategy.
 
     Args:
         limit: bytes that a step may use on the rank.

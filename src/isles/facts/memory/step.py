@@ -371,7 +371,7 @@ class _Stage:
 
 
 _Parts = tuple[float, float]
-"""Of all blocks, and of embedding and head."""
+"""The part of all blocks, and the part of embedding and head."""
 
 
 def _offloaded(parts: _Parts, share: float) -> float:
