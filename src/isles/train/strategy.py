@@ -84,8 +84,11 @@ def check_precision(precision: str, world: World) -> None:
     name = f"rank {world.rank} on {world.host} ({world.device_name})"
     found = [(where, lack) for where, lack in world.gather((name, own)) if lack is not None]
     if found:
-        where = ", ".join(name for name, _ in found[:3])
-        where += f" and {len(found) - 3} more" if len(found) > 3 else ""
+        names = [name for name, _ in found]
+        if len(names) > 4:
+            names[3:] = [f"{len(names) - 3} other ranks"]
+        *others, last = names
+        where = f"{', '.join(others)} and {last}" if others else last
         # The fix of the oldest GPU is a precision that all devices have.
         least = max((lack for _, lack in found), key=lambda lack: "fp16" in lack.fix)
         raise UserError(
