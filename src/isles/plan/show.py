@@ -470,7 +470,14 @@ def _measured_text(cluster: ClusterPlan, measured: Measured) -> str:
 
 def _balance_rows(cluster: ClusterPlan, speed: Speed, time: StepTime) -> Iterator[tuple[str, str]]:
     rows = [str(ranks[0].rows) for ranks in _folded(cluster.own.ranks)]
-    if speed.even_s is not None and len(rows) > 1:
+    layout = cluster.own.layout
+    if layout is not None and layout.dp_size == 1 and len(rows) > 1:
+        # All ranks read the same rows.
+        text = f"the run does not fit the {speed.fastest} alone"
+        if speed.alone_s is not None:
+            text = f"x{speed.alone_s / time.total_s:.2f} over the {speed.fastest} alone"
+        yield "Scaling", text
+    elif speed.even_s is not None and len(rows) > 1:
         text = f"rows {' + '.join(rows)}: x{speed.even_s / time.total_s:.2f} over even rows"
         if speed.alone_s is not None:
             text += f", x{speed.alone_s / time.total_s:.2f} over the {speed.fastest} alone"
