@@ -120,6 +120,7 @@ your own run file, type `isles plan run.yaml --gpus 4090`.
 
 With [FSDP or ZeRO](strategies.md), several GPUs share one model. QLoRA works with FSDP but not with
 ZeRO. With DDP every GPU holds the whole model, so the smallest GPU limits the size of the model.
+[Large models on small GPUs](large-models.md) shows runs on several GPUs or with main memory.
 
 ## Models that train
 

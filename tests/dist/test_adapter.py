@@ -298,3 +298,20 @@ def test_adapters_of_experts_are_resumed_and_exported(run_file, mixture, strateg
     merged = run_file.parent / "merged"
     export_step(whole, resolved, None, checkpoint.step, merged, merge=True)
     assert_same_answers(AutoModelForCausalLM.from_pretrained(merged), exported)
+
+
+@pytest.mark.brief("qlora")
+@pytest.mark.parametrize("kind", ["lora", "qlora"])
+def test_one_rank_trains_a_mixture_that_is_in_main_memory(run_file, mixture, kind):
+    """As a process that holds all of it; resumed bit for bit, and exported."""
+    options = (*LORA, *CONSTANT, f"adapter.type={kind}", "training.gradient_checkpointing=full")
+    reference = train(run_file, 1, *options, "name=held")
+    options += (f"strategy={STRATEGIES['offload']}", "checkpoint.export_on_finish=true")
+    whole, resumed = whole_and_resumed(run_file, *options, ranks=1)
+    assert same_bits(whole, resumed)
+    assert largest_difference(reference, whole) < TOLERANCE
+    losses = figures_of(whole)
+    assert losses[-1] < losses[0] - 0.1
+    before = AutoModelForCausalLM.from_pretrained(mixture)
+    exported = with_adapter(mixture, whole)
+    assert float((logits_of(exported) - logits_of(before)).abs().max()) > 0.01

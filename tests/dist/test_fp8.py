@@ -90,5 +90,5 @@ def test_a_run_changes_between_fp8_and_bf16_and_nothing_else_notices(run_file):
 
 def test_a_cpu_is_refused_before_the_start(run_file):
     error = refusal(run_file, 2, *FAST, FP8)
-    assert "needs fp8, which rank 0 on" in error["what"] and "rank 1 on" in error["what"]
+    assert "missing on rank 0 on" in error["what"] and " and rank 1 on" in error["what"]
     assert error["fix"] == "use training.precision: bf16-mixed"

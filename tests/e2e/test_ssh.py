@@ -103,6 +103,8 @@ def test_a_dry_run_names_the_commands_and_starts_nothing(lab: Lab) -> None:
         tail = "-m isles.agent /shared/runs/dry-1 --attempt 1" + f" --node {node}" * bool(node)
         variables = f"GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS={cores}"
         assert f"env {variables} {QUOTED_PYTHON} {tail}" in text
+    fp8 = ("train", "dry.yaml", "--dry-run", "training.precision=fp8-mixed")
+    assert "is missing on the CPUs of this run" in isles(lab, *fp8, expected=ExitCode.USER)
     assert not (lab.shared / "runs" / "dry-1").exists()
     assert not left(lab)
 

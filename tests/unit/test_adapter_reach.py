@@ -166,6 +166,16 @@ def test_stacked_experts_get_an_adapter_by_name(name, options, expected):
     assert wrapped == [n.rpartition(".")[2] for n in expected] * 2
 
 
+@each("experts.gate_upproj", "mlp.experts.nothing")
+def test_an_unknown_stack_names_the_stacks_that_exist(name):
+    adapter = AdapterConfig(type="lora", target_modules=("all-linear", name))
+    with pytest.raises(UserError, match=f"no module '{name}'") as caught:
+        add_adapter(small_model("qwen3_moe"), adapter, dtype=torch.float32, name="")
+    assert caught.value.fix.endswith(f"the stacks of experts {', '.join(STACKS)}")
+    is_near = name == "experts.gate_upproj"
+    assert is_near == ("did you mean experts.gate_up_proj" in caught.value.fix)
+
+
 def test_routers_that_are_linear_layers_get_no_adapter():
     """They return more than a product, which an adapter could not add to."""
     model = small_model("phimoe")

@@ -122,6 +122,7 @@ def check_refused(tmp_path: Path, source: str, what: str, fix: str, *given: str)
     ("export_on_finish is false", "delete one", f"{PUSH}, export_on_finish: false}}"),
     # Of fp8.
     ("without torch_compile is slower", "bf16-mixed", FP8, "training.torch_compile=false"),
+    ("fp8, which is missing on CPUs", "bf16-mixed", FP8, "clusters.0.device=cpu"),
     ("needs torch_compile, which does not work", "full", FP8, OFFLOADED[1]),
     ("never tried with adapter.type lora", "bf16-mixed", FP8, LORA),
     ("never tried with tp_size 2", "bf16-mixed", FP8, TENSOR),

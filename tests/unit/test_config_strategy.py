@@ -23,7 +23,7 @@ from isles.errors import ConfigError, ConfigErrors, UserError
 from isles.facts import models
 from isles.facts.gpus import named_gpu
 from isles.facts.memory.architecture import Architecture
-from isles.launch.base import resolve_here
+from isles.launch.base import resolve_checked, resolve_here
 from isles.models.attention import check_attention
 from isles.run.env import huggingface_cache
 from tests.each import each
@@ -139,6 +139,15 @@ def test_fp8_of_a_mixture_of_experts_is_refused(key: str, *, tmp_path):
     assert "never tried with mixtures" in issue.what and issue.fix == "use precision: bf16-mixed"
     assert not check_shape(fp8, LLAMA)
     assert not check_shape(load(tmp_path, GOOD).config, {**LLAMA, key: 8})
+
+
+@each(("llama", 0.01, 1), ("llama", 0, 0), ("qwen3_moe", 0.01, 0), ("deepseek_v3", 0.01, 0))
+def test_experts_of_a_model_without_experts_are_not_balanced(kind, coefficient, count, *, tmp_path):
+    """Ranks decide for the other kinds, whose config in transformers isles does not know."""
+    config = load(tmp_path, GOOD, f"model.router_aux_loss_coef={coefficient}").config
+    found = check_shape(config, {**LLAMA, "model_type": kind})
+    assert [issue.fix for issue in found] == ["delete the key"] * count
+    assert all("llama has no loss that balances experts" in issue.what for issue in found)
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "bloom", "mpt"])
@@ -283,6 +292,20 @@ def test_the_shape_is_found_wherever_it_lies(here: Path, monkeypatch: pytest.Mon
         assert (
             shape_issues(load(here, GOOD, f"model.name_or_path={name}"), huggingface_cache()) == []
         )
+
+
+def test_fp8_is_refused_before_the_start_where_no_gpu_is_found(here, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    shipped = "model={name_or_path: llama-2m, init: scratch}"
+    given = (shipped, "tokenizer.train_vocab_size=300", "training.precision=fp8-mixed")
+    loaded = load(here, GOOD, *given)
+    with pytest.raises(ConfigErrors) as raised:
+        resolve_here(loaded, lambda _: None, needs_data=False)
+    (issue,) = raised.value.issues
+    assert issue.where == "command line training.precision" and issue.id == "gpu.precision"
+    assert "fp8, which is missing on the CPUs of this run." in issue.what
+    assert issue.fix == "use training.precision: bf16-mixed"
+    assert resolve_checked(loaded, needs_data=False, num_gpus=1).device == "cuda"
 
 
 def test_all_that_is_known_before_the_start_is_told_at_once(here: Path) -> None:

@@ -81,9 +81,13 @@ def test_suitable_layers_of_the_blocks_are_converted_and_nothing_else(kind, chan
         assert torch.equal(value, plain.get_parameter(name))
 
 
-def test_a_model_without_a_suitable_layer_is_refused():
-    with pytest.raises(UserError, match="multiples of 16") as caught:
-        use_fp8(small_model("gpt2"), FP8)
+@each(
+    ("gpt2", {}, "no torch.nn.Linear in its blocks, but Conv1D, and torchao"),
+    ("llama", {"hidden_size": 40, "head_dim": 10}, "whose two sizes are multiples of 16"),
+)
+def test_a_model_without_a_suitable_layer_is_refused(kind, changes, reason):
+    with pytest.raises(UserError, match=reason) as caught:
+        use_fp8(small_model(kind, **changes), FP8)
     assert "bf16-mixed" in caught.value.fix and caught.value.where == "training.precision"
 
 

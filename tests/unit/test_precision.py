@@ -48,7 +48,21 @@ def test_the_oldest_gpu_decides_for_all_ranks(own, *, monkeypatch):
             check_precision(precision, world)
         error = caught.value
         assert error.where == "training.precision" and "fp16-mixed" in error.fix
+        assert "missing on rank 1 on tower (GPU). torch" in error.what
         assert "rank 0" not in error.what and "rank 2" not in error.what
+
+
+@each(
+    (3, "a (GPU), rank 1 on b (GPU) and rank 2 on c (GPU)."),
+    (4, "c (GPU) and rank 3 on d (GPU)."),
+    (6, "c (GPU) and 3 other ranks."),
+)
+def test_several_devices_without_bf16_are_listed_in_a_sentence(count, end, *, monkeypatch):
+    ranks = [(host, (7, 0)) for host in "abcdef"[:count]]
+    world = world_of("bf16-mixed", ranks, 0, monkeypatch)
+    with pytest.raises(UserError) as caught:
+        check_precision("bf16-mixed", world)
+    assert f"{end} torch emulates" in caught.value.what
 
 
 FP8_RANKS = [
@@ -63,11 +77,13 @@ def test_fp8_is_refused_below_ada_and_on_a_cpu_with_a_precision_that_all_have(
 ):
     for own in range(3):
         world = world_of("fp8-mixed", ranks, own, monkeypatch)
-        with pytest.raises(UserError, match="needs fp8, which rank 1 on tower") as caught:
+        with pytest.raises(
+            UserError, match="needs fp8, which is missing on rank 1 on tower"
+        ) as caught:
             check_precision("fp8-mixed", world)
         error = caught.value
         assert (error.where, error.fix, error.id) == ("training.precision", fix, "gpu.precision")
-        assert "rank 2 on cube" in error.what and "rank 0" not in error.what
+        assert "(GPU) and rank 2 on cube (GPU)." in error.what and "rank 0" not in error.what
         assert "8.9" in error.what
 
 

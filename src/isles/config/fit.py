@@ -8,6 +8,7 @@ MEMORY_OPTIONS = {
     "optimizer: adamw_8bit": "training.optimizer: adamw_8bit",
     "gradient_checkpointing": "training.gradient_checkpointing: selective, then full, then offload",
     "strategy: {kind: fsdp}": "strategy: {kind: fsdp} over more GPUs",
+    "strategy: {kind: ddp, pp_size": "strategy: {kind: ddp, pp_size: N} over N GPUs",
     "adapter: {type: lora}": "adapter: {type: lora}",
     "adapter: {type: qlora}": "adapter: {type: qlora}",
     "precision: bf16-true": "training.precision: bf16-true",

@@ -29,7 +29,7 @@ class Lack:
     """Why a device does not suit a `training.precision`.
 
     Args:
-        what: the sentence after the name of the precision. `{}` is the device.
+        what: the sentence after the name of the precision. `{}` is the device, or several.
         limit: the oldest compute capability that suits, such as `sm_80`.
         fix: for the user.
     """
@@ -50,14 +50,14 @@ def lacking(
     is_old = is_nvidia and capability is not None and tuple(capability) < BF16_CAPABILITY
     fix = f"use training.precision: {'fp16-mixed' if is_old else 'bf16-mixed'}"
     if precision.startswith("bf16") and is_old:
-        what = "needs bf16, which {} does not have. torch emulates it, 5 to 20 times slower"
+        what = "needs bf16, which is missing on {}. torch emulates it, 5 to 20 times slower"
         return Lack(what, "sm_80", fix)
     if not precision.startswith("fp8"):
         return None
     if not is_nvidia:
         return Lack("was never tried on AMD GPUs, such as {}", "sm_89", fix)
     if capability is None or tuple(capability) < FP8_CAPABILITY:
-        what = "needs fp8, which {} does not have. NVIDIA GPUs have it from compute capability 8.9 "
+        what = "needs fp8, which is missing on {}. NVIDIA GPUs have it from compute capability 8.9 "
         return Lack(what + "on, such as L4, RTX 4090 and H100", "sm_89", fix)
     return None
 

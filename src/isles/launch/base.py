@@ -14,6 +14,7 @@ from isles.config.load import Loaded
 from isles.config.resolve import Resolved, dump_resolved, resolve
 from isles.config.sections.model import missing_package
 from isles.errors import ConfigError, ConfigErrors
+from isles.facts.gpus import lacking
 from isles.launch.container.enter import container_record
 from isles.launch.gpus import find_gpus
 from isles.launch.worker import require_train
@@ -95,9 +96,21 @@ def resolve_checked(
         resolved = resolve(loaded, num_gpus=num_gpus, nproc=nproc, device=device)
     except ConfigError as error:
         raise ConfigErrors([*issues, error]) from None
+    issues += check_cpu(loaded, resolved)
     if issues:
         raise ConfigErrors(issues)
     return resolved
+
+
+def check_cpu(loaded: Loaded, resolved: Resolved) -> list[ConfigError]:
+    """The refusal of a precision that CPUs do not have, if the run found no GPUs."""
+    training = resolved.config.training
+    lack = lacking(training.precision, None)
+    if resolved.device == "cuda" or training.script is not None or lack is None:
+        return []
+    what = f"precision {training.precision} {lack.what.format('the CPUs of this run')}"
+    where = loaded.where("training.precision")
+    return [ConfigError(what, where=where, fix=lack.fix, id="gpu.precision")]
 
 
 def resolve_for_nodes(loaded: Loaded, *, needs_data: bool = True) -> Resolved:

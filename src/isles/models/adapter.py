@@ -227,23 +227,32 @@ def _find_targets(model: Any, adapter: AdapterConfig) -> list[str]:
                 fix=f"list the modules: {', '.join(_known_names(model))}",
                 id="adapter.modules",
             )
-    named = _named(model, [name for name in names if name != _ALL], "adapter.target_modules")
+    # Two parts of a name, because `down_proj` alone is often also a linear layer.
+    known = dict.fromkeys(".".join(name.split(".")[-2:]) for name in stacked(model))
+    others = [name for name in names if name != _ALL]
+    named = _named(model, others, "adapter.target_modules", known)
     return list(dict.fromkeys([*found, *named]))
 
 
-def _named(model: nn.Module, wanted: Iterable[str], key: str = "") -> list[str]:
-    # The modules that match the run file's names by their ends, as in peft.
+def _named(
+    model: nn.Module, wanted: Iterable[str], key: str = "", stacks: Iterable[str] = ()
+) -> list[str]:
+    # The modules that match the run file's names by their ends, as in peft. The error also lists
+    # the stacks of experts that the key accepts.
     every = [name for name, _ in model.named_modules() if name]
     found: list[str] = []
     for one in wanted:
         matches = _matches(every, one)
         if not matches:
-            near = difflib.get_close_matches(one, {n.rpartition(".")[2] for n in every}, n=3)
+            ends = {name.rpartition(".")[2] for name in every}
+            near = difflib.get_close_matches(one, {*ends, *stacks}, n=3)
             meant = f"did you mean {' or '.join(near)}? " if near else ""
+            experts = ", ".join(stacks)
+            experts = f", and the stacks of experts {experts}" if experts else ""
             raise UserError(
                 f"{type(model).__name__} has no module {one!r}",
                 where=key,
-                fix=f"{meant}it has {', '.join(_known_names(model))}",
+                fix=f"{meant}it has {', '.join(_known_names(model))}{experts}",
                 id="adapter.modules",
             )
         found += matches

@@ -232,13 +232,15 @@ def _speed(
         even_s=even if len(devices) > 1 else None,
         alone_s=_seconds(single) if single is not None and single.fits else None,
         fastest=devices[fastest].name,
-        gains=dict(_gains(job, guess_s)) if guess_s else {},
+        gains=dict(_gains(job, own, guess_s)) if guess_s else {},
         watts=sum(watts) if all(watts) else None,
     )
 
 
-def _gains(job: Job, step_s: float) -> list[tuple[str, float]]:
+def _gains(job: Job, own: Outcome, step_s: float) -> list[tuple[str, float]]:
+    # Under the strategy of the plan, because auto may choose another one for other values.
     found = []
+    job = replace(job, config=with_values(job.config, {"strategy": own.strategy}))
     training = job.config.training
     changes: dict[str, dict[str, object]] = {}
     is_cuda = all(device.is_cuda for device in job.machines.devices)

@@ -472,13 +472,15 @@ def _measured_text(cluster: ClusterPlan, measured: Measured) -> str:
 
 def _balance_rows(cluster: ClusterPlan, speed: Speed, time: StepTime) -> Iterator[tuple[str, str]]:
     rows = [str(ranks[0].rows) for ranks in _folded(cluster.own.ranks)]
+    single, layout = f"the run does not fit the {speed.fastest} alone", cluster.own.layout
+    if speed.alone_s is not None:
+        single = f"x{speed.alone_s / time.total_s:.2f} over the {speed.fastest} alone"
     if speed.even_s is not None and len(rows) > 1:
+        if layout is not None and layout.dp_size == 1:  # all ranks read the same rows
+            yield "Scaling", single
+            return
         text = f"rows {' + '.join(rows)}: x{speed.even_s / time.total_s:.2f} over even rows"
-        if speed.alone_s is not None:
-            text += f", x{speed.alone_s / time.total_s:.2f} over the {speed.fastest} alone"
-        else:
-            text += f"; the run does not fit the {speed.fastest} alone"
-        yield "Balance", text
+        yield "Balance", f"{text}{'; ' if speed.alone_s is None else ', '}{single}"
     elif speed.alone_s is not None:
         yield "Scaling", f"x{speed.alone_s / time.total_s:.2f} over one {speed.fastest} alone"
 

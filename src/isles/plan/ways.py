@@ -101,10 +101,18 @@ def _rungs(job: Job, own: Outcome) -> Iterator[tuple[str, Changes, str]]:
         kept |= {"strategy": FSDPStrategyConfig()}
         is_cut = True
         yield "strategy: {kind: fsdp}", dict(kept), "communication"
+    stages = _pipeline(job, own)
+    if stages is not None:
+        # Options after it keep fsdp, with which they save more.
+        name = f"strategy: {{kind: ddp, pp_size: {stages.pp_size}}}"
+        yield name, {**whole, "strategy": stages}, "waits for other stages"
     if config.model.init == "pretrained" and config.adapter.type == "none":
         changes = {**kept, **_without_fp8(job), "adapter": AdapterConfig(type="lora")}
         yield "adapter: {type: lora}", changes, "trains an adapter"
-    yield from _qlora(job, whole)
+    yield from (options := list(_qlora(job, whole)))
+    if stages is not None and options:
+        changes = {**options[0][1], "strategy": stages}
+        yield "adapter: {type: qlora} in a pipeline", changes, "waits for other stages"
     if training.precision != "bf16-true" and config.adapter.type == "none":
         kept |= {"training.precision": "bf16-true"}
         if training.optimizer in ("adamw", "adamw_8bit"):
@@ -113,6 +121,15 @@ def _rungs(job: Job, own: Outcome) -> Iterator[tuple[str, Changes, str]]:
     if is_cut or len(job.machines.devices) == 1:
         yield from _offload(job, whole, kept)
     yield from _shorter(job, whole)
+
+
+def _pipeline(job: Job, own: Outcome) -> DDPStrategyConfig | None:
+    # A stage on each GPU, if the run does not cut its matrices, sequences or layers yet.
+    stages, grid = len(job.machines.devices), own.strategy
+    if stages == 1 or not isinstance(grid, DDPStrategyConfig | FSDPStrategyConfig):
+        return None
+    is_cut = max(grid.tp_size, grid.cp_size, grid.pp_size) > 1
+    return None if is_cut else DDPStrategyConfig(pp_size=stages)
 
 
 def _narrow(job: Job) -> Precision:

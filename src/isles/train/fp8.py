@@ -43,9 +43,16 @@ def use_fp8(model: nn.Module, training: TrainingConfig, class_names: tuple[str, 
     layers = [module for module in modules if isinstance(module, nn.Linear)]
     fitting = {id(layer) for layer in layers if _fits(layer)}
     if not fitting:
+        reason = "no linear layer in its blocks whose two sizes are multiples of "
+        reason += f"{_UNIT}, which fp8 needs"
+        if not layers:
+            # Layers that multiply by a matrix, but are of another class, such as GPT-2's Conv1D.
+            matrices = [m for m in modules if getattr(getattr(m, "weight", None), "ndim", 0) == 2]
+            own = ", ".join(sorted({type(module).__name__ for module in matrices}))
+            reason = f"no torch.nn.Linear in its blocks{own and f', but {own}'}, and torchao "
+            reason += "multiplies only torch.nn.Linear in fp8"
         raise UserError(
-            f"{type(model).__name__} has no linear layer in its blocks whose two sizes are "
-            f"multiples of {_UNIT}, which fp8 needs",
+            f"{type(model).__name__} has {reason}",
             where="training.precision",
             fix="use training.precision: bf16-mixed",
             id="gpu.precision",

@@ -27,6 +27,7 @@ from isles.config.interop.deepspeed import check_accumulation, deepspeed_setting
 from isles.config.layout import Strategy, make_layout
 from isles.config.memory import has_whole_stages
 from isles.config.roofline import Chip, Links, inside_rate, slowest
+from isles.config.rules.shape import unbalanced
 from isles.config.sections.model import ModelConfig
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import (
@@ -83,8 +84,11 @@ def check_precision(precision: str, world: World) -> None:
     name = f"rank {world.rank} on {world.host} ({world.device_name})"
     found = [(where, lack) for where, lack in world.gather((name, own)) if lack is not None]
     if found:
-        where = ", ".join(name for name, _ in found[:3])
-        where += f" and {len(found) - 3} more" if len(found) > 3 else ""
+        names = [name for name, _ in found]
+        if len(names) > 4:
+            names[3:] = [f"{len(names) - 3} other ranks"]
+        *others, last = names
+        where = f"{', '.join(others)} and {last}" if others else last
         # The fix of the oldest GPU is a precision that all devices have.
         least = max((lack for _, lack in found), key=lambda lack: "fp16" in lack.fix)
         raise UserError(
@@ -369,13 +373,8 @@ def make_routers(config: ModelConfig, model: Any, mesh: Mesh, world: World) -> R
     own = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
     given = config.router_aux_loss_coef
     if given and (own is None or not found):
-        kind = model.config.get_text_config().model_type
-        raise UserError(
-            f"model_type {kind} has no loss that balances experts: its config in transformers has "
-            "no router_aux_loss_coef, or it has no routers",
-            where="model.router_aux_loss_coef",
-            fix="delete the key",
-        )
+        issue = unbalanced(model.config.get_text_config().model_type)
+        raise UserError(issue.what, where=issue.keys[0], fix=issue.fix)
     if not found:
         return None
     is_trained = any(p.requires_grad for n in found for p in model.get_submodule(n).parameters())

@@ -190,7 +190,7 @@ def _lacking(plan: NodePlan, ranks: list[dict[str, Any]]) -> Iterator[Finding]:
         capability = own.get("capability")
         lack = lacking(precision, capability, is_nvidia=own.get("is_nvidia", True))
         if lack is not None:
-            device = f"GPU {index}, {own['gpu']}," if capability else "the CPU"
+            device = f"GPU {index} ({own['gpu']})" if capability else "the CPU"
             text = f"training.precision {precision} {lack.what.format(device)}"
             measured = f"sm_{capability[0]}{capability[1]}" if capability else "a CPU"
             yield Finding("gpu.precision", "error", plan.name, text, measured, lack.limit, lack.fix)

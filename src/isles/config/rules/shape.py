@@ -10,6 +10,7 @@ from isles.config.issues import Issue
 from isles.config.sections.data import isolates_any
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import MeshSection
+from isles.facts.memory.architecture import KINDS
 from isles.facts.models import (
     BLIND,
     CONTEXT_PARALLEL,
@@ -85,7 +86,21 @@ def _attention(config: RunConfig, shape: Shape) -> Iterator[Issue]:
         yield Issue(keys, what, "set model.attn_implementation: eager")
 
 
+def unbalanced(model_type: str) -> Issue:
+    """The refusal of `model.router_aux_loss_coef` for a model that transformers cannot balance."""
+    return Issue(
+        ("model.router_aux_loss_coef", "model.name_or_path"),
+        f"model_type {model_type} has no loss that balances experts: its config in transformers "
+        "has no router_aux_loss_coef, or it has no routers",
+        "delete the key",
+    )
+
+
 def _experts(config: RunConfig, shape: Shape) -> Iterator[Issue]:
+    # A file without these keys may be of a mixture, whose defaults only transformers knows.
+    kind = KINDS.get(str(shape.get("model_type")))
+    if config.model.router_aux_loss_coef and kind is not None and not kind.has_experts:
+        yield unbalanced(str(shape["model_type"]))
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     counts = [number for name in names if (number := _number(shape, name)) is not None]
     if config.training.precision == "fp8-mixed" and max(counts, default=0) > 1:

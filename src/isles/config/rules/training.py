@@ -10,6 +10,7 @@ from isles.config.sections.output import MLflowConfig, tracker_sections
 from isles.config.sections.run import NO_DATA, NO_MODEL, USED, USED_IN_TRAINING, RunConfig
 from isles.config.sections.strategy import MeshSection
 from isles.config.sections.training import TrainingConfig, warmup_in_steps
+from isles.facts.gpus import lacking
 
 
 def training_rules(config: RunConfig) -> Iterator[Issue]:
@@ -175,6 +176,10 @@ def _fp8(config: RunConfig) -> Iterator[Issue]:
             f"fp8-mixed was never tried with {key} {value}",
             "use precision: bf16-mixed",
         )
+    for index, cluster in enumerate(config.clusters):
+        if cluster.device == "cpu" and (lack := lacking(training.precision, None)) is not None:
+            what = f"precision {training.precision} {lack.what.format('CPUs')}"
+            yield Issue(("training.precision", f"clusters.{index}.device"), what, lack.fix)
     if training.torch_compile is False:
         yield Issue(
             ("training.torch_compile", "training.precision"),

@@ -23,7 +23,7 @@ from isles.config.sections.cluster import ClusterConfig, SshLauncherConfig
 from isles.config.show import show
 from isles.errors import ConfigError, ConfigErrors, UserError
 from isles.launch.answers import Announced
-from isles.launch.base import Started, StartOptions, make_fleet, ranks_text
+from isles.launch.base import Started, StartOptions, check_cpu, make_fleet, ranks_text
 from isles.launch.container.enter import container_record
 from isles.launch.remote.login import started_elsewhere
 from isles.launch.remote.sync import sync_hosts
@@ -136,6 +136,8 @@ class _SshStart:
             cluster.network,
         )
         self.resolved = resolve(loaded, nproc=nproc, device=device)
+        if issues := check_cpu(loaded, self.resolved):
+            raise ConfigErrors(issues)
         self.text = dump_resolved(self.resolved)
         if (port := hosts[0].facts["port"]) is None:
             raise port_taken(cluster.network.port, hosts[0].name)
