@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -125,14 +126,16 @@ class _Return(torch.autograd.Function):
 
 
 @functools.cache
-def _kept(*, keeps_grouped: bool) -> tuple[frozenset[Any], frozenset[Any]]:
+def _kept(*, keeps_grouped: bool, has_4bit: bool) -> tuple[frozenset[Any], frozenset[Any]]:
     # The matrix products, of which every second is kept, and the operations that are always kept.
     # Attention costs more than its output takes. The choice of experts is computed again: models
     # change its scores in place, and the same kernels give the same bits.
     with contextlib.suppress(ImportError):
         importlib.import_module("torch.nn.attention.varlen")  # registers its operation
     grouped = ("bmm",) if keeps_grouped else ()
-    products = {"aten": ("mm", "addmm", "linear", *grouped), "bitsandbytes": ("gemm_4bit",)}
+    products = {"aten": ("mm", "addmm", "linear", *grouped)}
+    if has_4bit:
+        products["bitsandbytes"] = ("gemm_4bit",)
     always = {
         "aten": (
             "_scaled_dot_product_flash_attention",
@@ -165,7 +168,9 @@ def _contexts(*, keeps_grouped: bool) -> Any:
     # For one block: the forward pass and its recomputation count the products alike.
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-    products, always = _kept(keeps_grouped=keeps_grouped)
+    # Operations of bitsandbytes exist once it is imported.
+    has_4bit = "bitsandbytes" in sys.modules
+    products, always = _kept(keeps_grouped=keeps_grouped, has_4bit=has_4bit)
     counts = {True: 0, False: 0}
 
     def keep(context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> Any:
