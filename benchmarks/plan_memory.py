@@ -118,7 +118,8 @@ class Case:
 
         So it is for torch's reducer, tensor parallel and DeepSpeed.
         """
-        return self.group in ("ddp", "tensor", "zero") or self.kind in EXPERTS
+        shares = getattr(self.strategy, "cp_size", 1) > 1 and self.packs  # by boundaries' values
+        return self.group in ("ddp", "tensor", "zero") or self.kind in EXPERTS or shares
 
     @property
     def is_4bit(self) -> bool:
@@ -346,7 +347,8 @@ def _counted(case: Case, shape: Any) -> Counted:
     model = _empty_model(case, shape)
     if layout.cp > 1:
         assert isinstance(case.strategy, DDPStrategyConfig | FSDPStrategyConfig)
-        use_context_parallel_attention(model, mesh)
+        # On a CPU, documents are attended to one by one, and keys are repeated as for a kernel.
+        use_context_parallel_attention(model, mesh, device=world.device if case.packs else None)
     with fake, _zeros_for_empty() if is_real else contextlib.nullcontext():
         _allocate(model)
         return _train(case, model, mesh, world)
@@ -679,6 +681,11 @@ def _pipelines() -> Iterator[Case]:
         )
     cut = FSDPStrategyConfig(pp_size=2)
     yield Case("pipeline", "llama", training=FULL, strategy=cut, ranks=8, micro_batches=4)
+    # Messages after the backward pass: of a tied head, and between ranks of the same stage.
+    for kind, ranks in (("gemma", 2), ("gemma", 4), ("llama", 4)):
+        for training in (FULL, {"optimizer": "sgd", **FULL}):
+            grid = DDPStrategyConfig(pp_size=2)
+            yield Case("pipeline", kind, "small", 1, 64, training, strategy=grid, ranks=ranks)
 
 
 def _sequences() -> Iterator[Case]:
@@ -686,7 +693,10 @@ def _sequences() -> Iterator[Case]:
     for method, kind, kept in itertools.product(methods, ("llama", "qwen3"), ("none", "full")):
         training = {"gradient_checkpointing": kept}
         cut = FSDPStrategyConfig(cp_size=2, cp_method=method)
-        yield Case("sequences", kind, "small", 2, 2048, training, strategy=cut, ranks=4)
+        for packs in (False, True):
+            yield Case(
+                "sequences", kind, "small", 2, 2048, training, strategy=cut, ranks=4, packs=packs
+            )
 
 
 def _name(strategy: Strategy) -> str:

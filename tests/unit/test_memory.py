@@ -58,6 +58,8 @@ SETTINGS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("qwen3", {}, {"strategy": FSDPStrategyConfig(pp_size=2), "ranks": 2}),
     ("llama", {}, {"strategy": DDPStrategyConfig(pp_size=2), "ranks": 2, "adapter": LORA}),
     ("qwen3", {}, {"strategy": FSDPStrategyConfig(cp_size=2), "ranks": 4}),
+    ("gemma", {"optimizer": "sgd"}, {"strategy": DDPStrategyConfig(pp_size=2), "ranks": 2}),
+    ("llama", {"optimizer": "sgd"}, {"strategy": DDPStrategyConfig(pp_size=2), "ranks": 4}),
     ("llama", {}, {"adapter": {"type": "qlora"}, "strategy": FSDPStrategyConfig(), "ranks": 2}),
     ("llama", {"optimizer": "adamw_8bit"}, {}),
     ("qwen2", {}, {"packs": True}),
