@@ -539,8 +539,8 @@ def _world(ranks: int, place: int, *, alone: bool) -> World:
     return World(place, place % local, ranks, local, device, group, group, group, 60.0)
 
 
-def on_paper(case: Case, shape: Any) -> StepMemory:
-    """The same by isles' formula."""
+def on_paper(case: Case, shape: Any, pp_rank: int | None = None) -> StepMemory:
+    """The same by isles' formula, for one rank of a pipeline or for its fullest."""
     config = case.config()
     model = architecture(config, shape.to_dict())
     layout = make_layout(case.strategy, case.ranks, local_world_size=min(8, case.ranks))
@@ -548,7 +548,7 @@ def on_paper(case: Case, shape: Any) -> StepMemory:
     # Of autocast's rules those of the CPU, on which this runs.
     setting = replace(setting, is_cuda=False, is_chunked=setting.is_chunked and not case.whole_loss)
     holding = holding_of(config, case.strategy, layout, model, case.micro_batches)
-    return memory_of(model, setting, holding)
+    return memory_of(model, setting, holding, pp_rank)
 
 
 DENSE = (

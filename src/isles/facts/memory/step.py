@@ -443,9 +443,10 @@ class _Stage:
             return _Gathered(0.0, 0.0, 0.0)
         if holding.gathers == "copies":
             copies = self._trained * setting.compute_width
-            # The gradients of a group of weights are cast to fp32 together.
-            cast = setting.compute_width + FP32
-            block, end = self._block_trained * cast, 0.0
+            # The gradients of a group of weights are cast to fp32 together, when the activations of
+            # its block are free.
+            cast, narrow = setting.compute_width + FP32, self._block_trained * setting.compute_width
+            block, end = max(narrow, self._block_trained * cast - count.block.saved_bytes), 0.0
             if self._has_embedding and self._ends_trained:
                 end = count.embedding.params * cast
             # The gradient of a tied head waits for the embedding's, to be cast with it.
