@@ -51,6 +51,7 @@ def test_every_kind_has_as_many_numbers_as_transformers_gives_it():
 
 LORA = {"type": "lora"}
 STACKS = ["all-linear", "experts.gate_up_proj", "experts.down_proj"]
+LONG = {"rows": 2, "length": 1024, "packs": True}
 SETTINGS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("llama", {"gradient_checkpointing": "selective"}, {}),
     ("gemma2", {"precision": "bf16-true", "gradient_checkpointing": "full"}, {}),
@@ -62,7 +63,7 @@ SETTINGS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("qwen3", {}, {"strategy": FSDPStrategyConfig(pp_size=2), "ranks": 2}),
     ("llama", {}, {"strategy": DDPStrategyConfig(pp_size=2), "ranks": 2, "adapter": LORA}),
     ("qwen3", {}, {"strategy": FSDPStrategyConfig(cp_size=2), "ranks": 4}),
-    ("llama", {}, {"strategy": FSDPStrategyConfig(cp_size=2), "ranks": 4, "packs": True}),
+    ("llama", {}, {"strategy": FSDPStrategyConfig(cp_size=2), "ranks": 4, **LONG}),
     ("gemma", {}, {"strategy": DDPStrategyConfig(pp_size=2), "ranks": 2}),
     ("llama", {}, {"adapter": {"type": "qlora"}, "strategy": FSDPStrategyConfig(), "ranks": 2}),
     ("llama", {"optimizer": "adamw_8bit"}, {}),
@@ -75,7 +76,7 @@ SETTINGS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
 @pytest.mark.parametrize("settings", [SETTINGS[:3], SETTINGS[3:]], ids=["some", "others"])
 def test_the_peak_of_a_step_is_that_of_a_real_one(settings):
     for kind, training, more in settings:
-        case = benchmark.Case("", kind, rows=1, length=256, training=training, **more)
+        case = benchmark.Case("", kind, **{"rows": 1, "length": 256, "training": training, **more})
         shape = benchmark.hf_config(case)
         try:
             with benchmark.as_a_gpu_keeps_it():
