@@ -118,7 +118,8 @@ class Case:
 
         So it is for torch's reducer, tensor parallel and DeepSpeed.
         """
-        return self.group in ("ddp", "tensor", "zero") or self.kind in EXPERTS
+        shares = getattr(self.strategy, "cp_size", 1) > 1 and self.packs  # by boundaries' values
+        return self.group in ("ddp", "tensor", "zero") or self.kind in EXPERTS or shares
 
     @property
     def is_4bit(self) -> bool:
@@ -346,7 +347,8 @@ def _counted(case: Case, shape: Any) -> Counted:
     model = _empty_model(case, shape)
     if layout.cp > 1:
         assert isinstance(case.strategy, DDPStrategyConfig | FSDPStrategyConfig)
-        use_context_parallel_attention(model, mesh)
+        # On a CPU, documents are attended to one by one, and keys are repeated as for a kernel.
+        use_context_parallel_attention(model, mesh, device=world.device if case.packs else None)
     with fake, _zeros_for_empty() if is_real else contextlib.nullcontext():
         _allocate(model)
         return _train(case, model, mesh, world)
@@ -537,8 +539,8 @@ def _world(ranks: int, place: int, *, alone: bool) -> World:
     return World(place, place % local, ranks, local, device, group, group, group, 60.0)
 
 
-def on_paper(case: Case, shape: Any) -> StepMemory:
-    """The same by isles' formula."""
+def on_paper(case: Case, shape: Any, pp_rank: int | None = None) -> StepMemory:
+    """The same by isles' formula, for one rank of a pipeline or for its fullest."""
     config = case.config()
     model = architecture(config, shape.to_dict())
     layout = make_layout(case.strategy, case.ranks, local_world_size=min(8, case.ranks))
@@ -546,7 +548,7 @@ def on_paper(case: Case, shape: Any) -> StepMemory:
     # Of autocast's rules those of the CPU, on which this runs.
     setting = replace(setting, is_cuda=False, is_chunked=setting.is_chunked and not case.whole_loss)
     holding = holding_of(config, case.strategy, layout, model, case.micro_batches)
-    return memory_of(model, setting, holding)
+    return memory_of(model, setting, holding, pp_rank)
 
 
 DENSE = (
@@ -679,6 +681,11 @@ def _pipelines() -> Iterator[Case]:
         )
     cut = FSDPStrategyConfig(pp_size=2)
     yield Case("pipeline", "llama", training=FULL, strategy=cut, ranks=8, micro_batches=4)
+    # Messages after the backward pass: of a tied head, and between ranks of the same stage.
+    for kind, ranks in (("gemma", 2), ("gemma", 4), ("llama", 4)):
+        for training in (FULL, {"optimizer": "sgd", **FULL}):
+            grid = DDPStrategyConfig(pp_size=2)
+            yield Case("pipeline", kind, "small", 1, 64, training, strategy=grid, ranks=ranks)
 
 
 def _sequences() -> Iterator[Case]:
@@ -686,7 +693,10 @@ def _sequences() -> Iterator[Case]:
     for method, kind, kept in itertools.product(methods, ("llama", "qwen3"), ("none", "full")):
         training = {"gradient_checkpointing": kept}
         cut = FSDPStrategyConfig(cp_size=2, cp_method=method)
-        yield Case("sequences", kind, "small", 2, 2048, training, strategy=cut, ranks=4)
+        for packs in (False, True):
+            yield Case(
+                "sequences", kind, "small", 2, 2048, training, strategy=cut, ranks=4, packs=packs
+            )
 
 
 def _name(strategy: Strategy) -> str:

@@ -12,7 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from isles.checkpoint.reread import difference, scores
-from isles.errors import TrainingError
+from isles.config.load import load_run_file
+from isles.errors import ExitCode, OutOfMemoryError, TrainingError
+from isles.facts.memory.architecture import Architecture
+from isles.facts.models import load_shape
 from isles.monitor.results import push
 from isles.monitor.status import collect
 from isles.run.checkpoints import find_checkpoint
@@ -23,6 +26,8 @@ from isles.run.resolved import read_resolved
 from isles.train import worker
 from isles.train.finish import export_step, finish
 from isles.train.parts import Parts
+from isles.train.verbs import check_room
+from tests.deadline import run_program
 from tests.dist.test_same_mathematics import give_weights, model_with
 from tests.ranks import one_rank, start_training, train
 
@@ -132,3 +137,29 @@ def test_an_older_export_is_not_sent_as_the_one_that_failed(run_file, tmp_path, 
     assert collect(run_dir).reason == "finished"
     assert push(str(run_dir.path)) == 0
     assert list(copy.rglob("model/config.json"))
+
+
+LARGE = {"intermediate_size": 2**24, "hidden_size": 2**20}
+
+
+def test_eval_and_generate_refuse_a_model_that_one_device_cannot_hold(run_file):
+    """A sharded run, whose model has become larger than any main memory; and 100,000 layers in
+    4 bits, with their real size."""
+    run_dir = train(run_file, 2, "strategy.kind=fsdp", "training.max_steps=4")
+    file = run_dir.base / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | LARGE))
+    for verb in ("eval", "generate"):
+        found = run_program([sys.executable, "-m", "isles.train.verbs", verb, str(run_dir.path)])
+        assert found.returncode == ExitCode.OUT_OF_MEMORY, found.stderr
+        assert "loads the whole model on one device: its weights need" in found.stderr
+    keys = ["model.init=pretrained", "adapter.type=qlora", "tokenizer={}"]
+    config = load_run_file(run_file, keys).config
+    shape, cpu = load_shape("llama-8b"), torch.device("cpu")
+    check_room(config, Architecture.of({**shape, "num_hidden_layers": 1}), cpu, run_dir)
+    deep = Architecture.of({**shape, "num_hidden_layers": 10**5})
+    with pytest.raises(OutOfMemoryError, match="whole model in 4 bits on one device") as error:
+        check_room(config, deep, cpu, run_dir)
+    blocks = (deep.params - 2 * deep.head_params) * 4.127 / 8 / 2**40
+    needed = float(error.value.what.partition("weights need ")[2].partition(" TiB")[0])
+    assert blocks < needed < 1.1 * blocks, "with the adapter"
+    assert "exports the adapter without loading the model" in (error.value.fix or "")

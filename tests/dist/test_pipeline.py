@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaForCausalLM
+from transformers import AutoConfig, LlamaForCausalLM
 
 from isles.config.load import load_run_file
 from isles.config.sections.strategy import DDPStrategyConfig
@@ -136,6 +137,27 @@ def test_a_rank_waits_outside_its_stages(five_layers):
     run_dir = train(five_layers, 2, *options)
     waits, steps = figures_of(run_dir, "communication_s"), figures_of(run_dir, "step_time_s")
     assert all(0 < wait < step for wait, step in zip(waits, steps, strict=True))
+
+
+def _ticks(env: RankEnv, model: Path, pp_size: int) -> float | None:
+    """The communication of a step by a clock that ticks once at each look."""
+    world = join_world(env, device="cpu", timeout_s=60)
+    strategy = DDPStrategyConfig(pp_size=pp_size)
+    engine: Any = engine_of(fake_run(model, precision="32-true"), strategy, world)
+    engine._pipeline.waiting._mark = functools.partial(next, itertools.count())
+    tokens = torch.ones(2, 8, dtype=torch.int64)
+    engine.forward_backward(Batch(tokens, tokens, (0, 1)), loss_divisor=16, is_last=True)
+    engine.optimizer_step(lr=0.0, max_norm=None)
+    found: float | None = engine.communication_s()
+    return found
+
+
+def test_messages_after_the_passes_are_communication(tiny_model: Path) -> None:
+    """Passes are two intervals of five ticks. Then come the gradients, and a tied head's weight."""
+    assert run_ranks(_ticks, 2, tiny_model, 2) == [3.0 + 1.0] * 2
+    config = AutoConfig.from_pretrained(tiny_model, tie_word_embeddings=True)
+    config.save_pretrained(tiny_model)
+    assert run_ranks(_ticks, 2, tiny_model, 2) == [3.0 + 1.0 + 1.0] * 2
 
 
 def _alone(env: RankEnv, model: Path) -> str:

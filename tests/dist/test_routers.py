@@ -10,6 +10,7 @@ import torch
 from isles.checkpoint.load import load_tensors
 from isles.run.checkpoints import find_checkpoint
 from isles.run.paths import RunDir
+from isles.run.records import read_record
 from isles.strategies.routers import LOAD
 from tests.dist.test_resume import same_bits, whole_and_resumed
 from tests.dist.test_same_mathematics import TOLERANCE, figures_of, largest_difference, weights_of
@@ -91,3 +92,23 @@ def test_a_checkpoint_without_a_load_is_resumed(mixture):
     state = {LOAD: torch.ones(4, 4)}
     load_tensors(state, folder, alone=True, optional=(LOAD,))
     assert torch.equal(state[LOAD], torch.ones(4, 4))
+
+
+def test_a_run_that_did_not_balance_says_that_its_loss_changes(mixture):
+    """Its checkpoint is as of an older isles, which did not know the key."""
+    off = "router_aux_loss_coef: 0"
+    options = (*CONSTANT, "model.router_aux_loss_coef=0")
+    run_dir: RunDir = train(mixture, 1, *options, "training.max_steps=2")
+    text = run_dir.resolved.read_text()
+    assert off in text
+    run_dir.resolved.write_text(text.replace(off, "router_aux_loss_coef: null"))
+
+    def said(steps: int) -> list[str]:
+        resumed = train(
+            mixture, 1, *CONSTANT, f"training.max_steps={steps}", resume=str(run_dir.path)
+        )
+        notes = (read_record(resumed.status) or {}).get("notes", [])
+        return [note for note in notes if "now part of the loss" in note]
+
+    assert len(said(4)) == 1
+    assert not said(6), "the second checkpoint knows the load"

@@ -15,6 +15,7 @@ from isles.check.checks.machine import machine
 from isles.check.plan import NodePlan
 from isles.config.auto import describe
 from isles.config.layout import Layout
+from isles.config.memory import CPU_MICRO_BATCH_SIZE
 from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
 from isles.dist.mesh import make_mesh
 from isles.dist.world import join_world, leave_world
@@ -23,7 +24,7 @@ from isles.plan.find import find_machines
 from isles.run import limits
 from isles.run.env import RankEnv, rank_defaults, usable_cores
 from isles.train import strategy
-from isles.train.probe import CPU_MICRO_BATCH_SIZE, cpu_micro_batch
+from isles.train.probe import cpu_micro_batch
 from isles.train.strategy import resolve_strategy
 from tests.each import each
 from tests.run_files import load

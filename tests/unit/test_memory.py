@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from isles.config.layout import make_layout
@@ -18,9 +19,12 @@ from isles.config.sections.strategy import (
     DeepSpeedStrategyConfig,
     FSDPStrategyConfig,
 )
+from isles.dist.mesh import make_mesh
 from isles.dist.world import leave_world
 from isles.facts.memory.architecture import KINDS, Architecture, UnknownShapeError
+from isles.facts.memory.setting import BUCKET_NUMBERS
 from isles.facts.models import load_shape
+from isles.train.strategy import make_engine
 from tests.documents import ROOT
 
 # Last, so that no benchmark stands in the way of a package of its name.
@@ -47,6 +51,7 @@ def test_every_kind_has_as_many_numbers_as_transformers_gives_it():
 
 LORA = {"type": "lora"}
 STACKS = ["all-linear", "experts.gate_up_proj", "experts.down_proj"]
+LONG = {"rows": 2, "length": 1024, "packs": True}
 SETTINGS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("llama", {"gradient_checkpointing": "selective"}, {}),
     ("gemma2", {"precision": "bf16-true", "gradient_checkpointing": "full"}, {}),
@@ -58,6 +63,8 @@ SETTINGS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("qwen3", {}, {"strategy": FSDPStrategyConfig(pp_size=2), "ranks": 2}),
     ("llama", {}, {"strategy": DDPStrategyConfig(pp_size=2), "ranks": 2, "adapter": LORA}),
     ("qwen3", {}, {"strategy": FSDPStrategyConfig(cp_size=2), "ranks": 4}),
+    ("llama", {}, {"strategy": FSDPStrategyConfig(cp_size=2), "ranks": 4, **LONG}),
+    ("gemma", {}, {"strategy": DDPStrategyConfig(pp_size=2), "ranks": 2}),
     ("llama", {}, {"adapter": {"type": "qlora"}, "strategy": FSDPStrategyConfig(), "ranks": 2}),
     ("llama", {"optimizer": "adamw_8bit"}, {}),
     ("qwen2", {}, {"packs": True}),
@@ -69,7 +76,7 @@ SETTINGS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
 @pytest.mark.parametrize("settings", [SETTINGS[:3], SETTINGS[3:]], ids=["some", "others"])
 def test_the_peak_of_a_step_is_that_of_a_real_one(settings):
     for kind, training, more in settings:
-        case = benchmark.Case("", kind, rows=1, length=256, training=training, **more)
+        case = benchmark.Case("", kind, **{"rows": 1, "length": 256, "training": training, **more})
         shape = benchmark.hf_config(case)
         try:
             with benchmark.as_a_gpu_keeps_it():
@@ -79,6 +86,59 @@ def test_the_peak_of_a_step_is_that_of_a_real_one(settings):
         paper, what = benchmark.on_paper(case, shape), (kind, training, more)
         assert paper.peak.total == pytest.approx(real.peak, rel=benchmark.BAR), what
         assert paper.saved == pytest.approx(real.saved, rel=0.01), what
+
+
+WIDE = 2 * BUCKET_NUMBERS
+"""Numbers of an embedding that travels in two messages."""
+
+
+def _messages(kind: str, strategy: Any, ranks: int, place: int) -> tuple[float, float]:
+    """Bytes of the buffers after the backward pass of a stage, really and on paper."""
+    case = benchmark.Case("", kind, rows=1, length=16, strategy=strategy, ranks=ranks)
+    shape = benchmark.hf_config(case)
+    shape.update({"vocab_size": WIDE // 64, "hidden_size": 64, "intermediate_size": 64})
+    world = benchmark._world(ranks, place, alone=False)
+    try:
+        mesh = make_mesh(
+            make_layout(strategy, ranks, local_world_size=ranks), world, is_sharded=False
+        )
+        model = benchmark._empty_model(case, shape)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            benchmark._allocate(model)
+            engine: Any = make_engine(
+                strategy,
+                model,
+                lambda module: None,
+                lambda module: [torch.optim.SGD(module.parameters())],
+                mesh,
+                world,
+                case.config(),
+            )
+            for parameter in engine.trainable():
+                parameter.grad = torch.zeros_like(parameter)
+            if engine._tied is not None and engine._tied._copy is not None:
+                engine._tied._copy.grad = torch.zeros_like(engine._tied._copy)
+            held = [x for p in engine.model.parameters() for x in (p, p.grad) if x is not None]
+            with benchmark.Tracker(held) as tracker:
+                before = tracker.peak
+                if engine._tied is not None:
+                    engine._tied.send_gradient()
+                engine._whole.add_gradients(engine.trainable())
+                if engine._tied is not None:
+                    engine._tied.send_weight()
+        paper = benchmark.on_paper(case, shape, mesh.place.pp)
+        named = {moment.name: moment for moment in paper.moments}
+        end = named["the end of the backward pass, with the exchange of gradients"]
+        return tracker.peak - before, end.gradients - named["the optimizer's step"].gradients
+    finally:
+        leave_world()
+
+
+def test_messages_after_the_backward_pass_have_buffers_of_32_mib():
+    """An embedding of twice that size: the first stage of a tied head, and stages on two ranks."""
+    for kind, ranks, place in (("gemma", 2, 0), ("llama", 4, 0), ("llama", 4, 3), ("gemma", 4, 0)):
+        real, paper = _messages(kind, DDPStrategyConfig(pp_size=2), ranks, place)
+        assert real <= paper == 4 * BUCKET_NUMBERS, (kind, ranks, place)
 
 
 def test_stacks_of_experts_are_counted_in_16_bits_next_to_matrices_in_four():

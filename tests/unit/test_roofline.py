@@ -88,12 +88,12 @@ def test_kernels_and_bytes_of_a_block_are_those_that_were_counted():
     assert (large.bytes - small.bytes) / 2 / saved == pytest.approx(PASSES[False], rel=0.15)
 
 
-def planned(*values: str, shape: str = "llama-1b", gpus: str = "h100") -> Outcome:
+def planned(*values: str, shape: str | dict[str, Any] = "llama-1b", gpus: str = "h100") -> Outcome:
     """The plan of a run on GPUs."""
     config = load_run_file(Path("run.yaml"), values, text=RUN_FILE).config.of_cluster(0)
     ((hosts, network),) = parse_gpus(gpus)
     machines = Machines("a", hosts, network or GUESSED_NETWORK, GUESSED_LINE)
-    model = load_shape(shape)
+    model = load_shape(shape) if isinstance(shape, str) else shape
     return outcome(Job(config, Architecture.of(model), model, machines))
 
 
@@ -167,3 +167,23 @@ def test_a_plan_takes_the_fastest_strategy_that_fits():
     others = ("{kind: ddp}", "{kind: fsdp}", "{kind: fsdp, sharding_strategy: SHARD_GRAD_OP}")
     found = [seconds(f"strategy={text}", gpus=slow) for text in others]
     assert auto.time.total_s == min(found) < 0.85 * found[0]
+
+
+def test_a_pipeline_waits_for_a_tied_head_and_for_gradients_of_equal_stages():
+    """Both travel after the backward pass, so nothing hides them."""
+    rate, slow = 125e6, "h100,h100@1gbe"
+    tied, apart = (
+        {**load_shape("llama-1b"), "tie_word_embeddings": is_tied} for is_tied in (True, False)
+    )
+
+    def exposed(shape: dict[str, Any], gpus: str, *values: str) -> float:
+        strategy = "strategy={kind: ddp, pp_size: 2}"
+        return planned(strategy, *values, shape=shape, gpus=gpus).time.exposed_s
+
+    there_and_back = exposed(tied, slow) - exposed(apart, slow)
+    head, numbers = Architecture.of(tied).head_params, Architecture.of(apart).params
+    assert there_and_back == pytest.approx(2 * 4 * head / rate, rel=0.01)
+    # Two pipelines of two stages. An all-reduce of two ranks sends each gradient once.
+    rows = "training.global_batch_size=128"
+    both = exposed(apart, "h100,h100,h100,h100@1gbe", rows) - exposed(apart, slow)
+    assert both == pytest.approx(4 * numbers / 2 / rate, rel=0.01)

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from isles.config.balance import deal_layers
 from isles.config.compilation import COMPILES_FROM, compiles
 from isles.config.layout import Layout, Strategy, make_layout
-from isles.config.memory import cut_layers, step_memory
+from isles.config.memory import step_memory
 from isles.config.roofline import (
     UNKNOWN_CHIP,
     Chip,
@@ -95,8 +96,10 @@ def fitting_pipeline(
     micro = min(rows, given if isinstance(given, int) else 1)
     options = {"rows": micro, "micro_batches": -(-rows // micro)}
     options["gpu_bytes"] = min(memory_bytes) if is_cuda else 0
-    equal = [1.0] * ranks
-    cut = cut_layers(model, config, strategy, layout, speeds=equal, limits=limits, **options)
+    equal, gpu_bytes = [1.0] * ranks, options["gpu_bytes"]
+    cut = deal_layers(
+        model, config, strategy, layout, speeds=equal, limits=limits, gpu_bytes=gpu_bytes
+    )
     layout = replace(layout, cut=cut)
     for rank, limit in enumerate(limits):
         memory = step_memory(model, config, strategy, layout, pp_rank=rank, **options)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, assert_never
 
@@ -25,10 +23,10 @@ from isles.config.sections.strategy import (
 from isles.errors import UserError
 from isles.facts.memory.architecture import Architecture, UnknownShapeError
 from isles.facts.memory.count import Count
-from isles.facts.memory.layers import assign_layers, rank_of_stage, work
+from isles.facts.memory.forward import FP32
 from isles.facts.memory.result import StepMemory
-from isles.facts.memory.setting import Holding, MemorySettings, state_bytes
-from isles.facts.memory.step import memory_of, most_layers
+from isles.facts.memory.setting import BUCKET_NUMBERS, Holding, MemorySettings, state_bytes
+from isles.facts.memory.step import memory_of
 
 _NF4_BITS = 4.5
 """Bits of a 4-bit number, with an fp32 constant for every 64 numbers."""
@@ -40,11 +38,9 @@ Source: Dettmers et al. 2023 (arXiv:2305.14314), section 3.
 """
 
 
-LEAST_SPEED = 1e-6
-"""Speed of a rank with a share of 0 in a pipeline: each stage has at least one layer."""
-
-_MORE_ROOM = 1.05
-"""Factor of all memory limits between two attempts to cut a model that does not fit."""
+CPU_MICRO_BATCH_SIZE = 8
+"""Micro-batch size on a CPU, where large micro-batches do not help: this, or the largest divisor
+of the rank's rows below it."""
 
 
 def architecture_of(config: RunConfig, huggingface_cache: Path) -> Architecture | None:
@@ -105,7 +101,7 @@ def setting_of(
         adapter_experts=ends & {"gate_up_proj", "down_proj"},
         block_bits=block_bits,
         has_dropout=adapter.dropout > 0,
-        is_packed=layout.cp == 1 and isolates_any(config.data),
+        is_packed=isolates_any(config.data),
         trains_ends=bool(adapter.modules_to_save),
         gpu_bytes=gpu_bytes,
     )
@@ -132,6 +128,7 @@ def holding_of(
     }
     if layout.pp > 1 and isinstance(strategy, MeshSection):
         grid |= {"cut": layout.cut, **_pipeline(strategy.pp_schedule, layout.pp, micro_batches)}
+        grid |= _buckets_of_stages(config, strategy, layout, model)
     match strategy:
         case AutoStrategy():
             raise AssertionError("a strategy is chosen first")
@@ -146,7 +143,8 @@ def holding_of(
         case DDPStrategyConfig() if has_whole_stages(strategy):
             has_copies = config.training.precision == "bf16-mixed"
             gathered: Literal["copies", "nothing"] = "copies" if has_copies else "nothing"
-            return Holding(gathers=gathered, casts_whole=has_copies, **grid)
+            savers = layout.world_size // layout.pp
+            return Holding(gathers=gathered, casts_whole=has_copies, savers=savers, **grid)
         case DDPStrategyConfig():
             # FSDP2 with shards of one rank.
             return Holding(gathers="all", casts_whole=True, gradient_width=4, **grid)
@@ -201,7 +199,7 @@ def _deepspeed_holding(
     )
 
 
-def has_whole_stages(strategy: Strategy) -> bool:
+def has_whole_stages(strategy: Strategy | MeshSection) -> bool:
     """True if each rank of a pipeline stage holds the stage whole, without FSDP2.
 
     The schedule zbv computes the gradients of weights later than the gradients of hidden states.
@@ -238,6 +236,19 @@ def _pipeline(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> dic
         "in_flight": tuple(min(own, most) for own in in_flight),
         "micro_batches": micro_batches,
     }
+
+
+def _buckets_of_stages(
+    config: RunConfig, strategy: MeshSection, layout: Layout, model: Architecture
+) -> dict[str, Any]:
+    # Buffers of gradients after the backward pass: for a tied head (pipeline/tied.py), and between
+    # the ranks of a whole stage (pipeline/whole.py).
+    trains_ends = config.adapter.type == "none" or bool(config.adapter.modules_to_save)
+    sends_head = model.is_tied and trains_ends and strategy.pp_schedule != "zbv"
+    if not sends_head and not (has_whole_stages(strategy) and layout.dp_size * layout.cp > 1):
+        return {}
+    width = 2 if config.training.precision == "bf16-true" else FP32
+    return {"bucket": BUCKET_NUMBERS, "bucket_widths": (0, 0, width)}
 
 
 _BUCKETS = {
@@ -379,76 +390,3 @@ def main_memory(
     # GPUs read weights from the files piece by piece, except that DeepSpeed takes them from a CPU.
     has_weights = not is_cuda or isinstance(strategy, DeepSpeedStrategyConfig)
     return needed.host + has_weights * needed.peak.weights
-
-
-def cut_layers(
-    model: Architecture,
-    config: RunConfig,
-    strategy: DDPStrategyConfig | FSDPStrategyConfig,
-    layout: Layout,
-    *,
-    rows: int,
-    micro_batches: int,
-    speeds: Sequence[float],
-    limits: Sequence[float],
-    gpu_bytes: int = 0,
-) -> tuple[int, ...]:
-    """The layers of each stage of a pipeline of unequal ranks, for `Layout.cut`.
-
-    The slowest stage takes as little time as possible, and each stage fits. If no cut fits, the cut
-    that exceeds the memory of a rank by the smallest share is used.
-
-    Args:
-        rows: samples of a micro-batch.
-        micro_batches: of a rank in a step.
-        speeds: work per second of each rank of the run, in any unit.
-        limits: bytes that a step may use on each of them. Infinite: unknown.
-    """
-    of_stages = stage_speeds(layout, speeds)
-    least = [
-        min(limit for rank, limit in enumerate(limits) if layout.place(rank).pp == pp_rank)
-        for pp_rank in range(layout.pp)
-    ]
-    setting = setting_of(
-        config, layout, rows=rows, micro_batches=micro_batches, gpu_bytes=gpu_bytes
-    )
-    holding = holding_of(config, strategy, replace(layout, cut=()), model, micro_batches)
-    each, head = work(model, config.data.seq_length)
-    ranks = [
-        rank_of_stage(stage, layout.pp, returns=holding.returns)
-        for stage in range(layout.pp * holding.stages)
-    ]
-    for attempt in itertools.count():
-        room = [limit * _MORE_ROOM**attempt for limit in least]
-        fitting = most_layers(model, setting, holding, room)
-        cut = assign_layers(
-            [each] * model.layers,
-            len(ranks),
-            head=head,
-            speeds=[of_stages[rank] for rank in ranks],
-            # A rank's memory is divided evenly over its stages.
-            most=[fitting[rank] // holding.stages for rank in ranks],
-        )
-        if cut:
-            return tuple(map(len, cut))
-    raise AssertionError("more room always comes to an end")
-
-
-def stage_speeds(layout: Layout, speeds: Sequence[float]) -> list[float]:
-    """Speed of the ranks that hold one stage together.
-
-    Ranks that share a matrix or a sequence wait for the slowest of them. Pipelines next to each
-    other get rows by their speed.
-
-    Args:
-        speeds: of each rank of the run.
-    """
-    found = []
-    for pp_rank in range(layout.pp):
-        slowest: dict[int, float] = {}
-        for rank, speed in enumerate(speeds):
-            if layout.place(rank).pp == pp_rank:
-                dp_rank = layout.dp_rank(rank)
-                slowest[dp_rank] = min(speed, slowest.get(dp_rank, speed))
-        found.append(sum(slowest.values()))
-    return found

@@ -9,10 +9,10 @@ compares the seconds with published speeds. `ASSUMPTIONS` lists the constants fo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from isles.config.layout import Layout, Strategy
-from isles.config.memory import holding_of, setting_of
+from isles.config.memory import has_whole_stages, holding_of, setting_of
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import (
     DDPStrategyConfig,
@@ -23,6 +23,7 @@ from isles.facts.gpus import Gpu, Products
 from isles.facts.memory.architecture import Architecture
 from isles.facts.memory.count import Count, chunk_tokens
 from isles.facts.memory.forward import FP32
+from isles.facts.memory.setting import BUCKET_NUMBERS
 
 PRODUCT_SHARE = 0.7
 """Share of a GPU's table speed that large matrix products reach. Smaller products take the time of
@@ -306,6 +307,7 @@ class Communication:
         copy_s: seconds per micro-step between main memory and the GPU.
         sent_bytes: bytes that one rank sends in a step with all its micro-steps.
         line_bytes: bytes that leave the host over its network, of this rank and its neighbors.
+        after_s: seconds per step after the last backward pass, which overlap nothing.
     """
 
     micro_s: float
@@ -314,12 +316,13 @@ class Communication:
     copy_s: float
     sent_bytes: float
     line_bytes: float
+    after_s: float = 0.0
 
     def exposed_s(self, micro_steps: int, micro_step_s: float, backward_share: float) -> float:
         """Seconds of a step's communication that do not overlap computing."""
         hidden = max(0.0, self.micro_s - micro_step_s) * micro_steps
         last = max(0.0, self.step_s - micro_step_s * backward_share)
-        return hidden + last + (self.bare_s + self.copy_s) * micro_steps
+        return hidden + last + self.after_s + (self.bare_s + self.copy_s) * micro_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,7 +389,7 @@ def communication(
     shards = _Group(links, layout.dp_shard * layout.cp, layout.dp_shard * layout.cp * unit)
     span = layout.world_size // layout.pp
     copies = _Group(links, layout.replicate, span)
-    copy_s = 0.0
+    copy_s, after = 0.0, _tied_head(layout, links, count)
 
     def ring(group: _Group, numbers: float, width: float, times: int) -> _Sent:
         # Number of gathers or scatters. An all-reduce counts as two.
@@ -398,6 +401,8 @@ def communication(
             everyone = _Group(links, layout.dp_size * layout.cp, span)
             width = setting.trained_width if strategy.gradient_compression == "none" else 2
             each, once = _Sent(), ring(everyone, trained, width, 2)
+            if has_whole_stages(strategy):
+                once, after = _Sent(), after + _all_reduce(everyone, trained, setting.trained_width)
         case FSDPStrategyConfig():
             width = 4 if strategy.reduce_dtype == "fp32" else 2
             is_full = strategy.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
@@ -421,9 +426,15 @@ def communication(
         case _:
             raise AssertionError("a strategy is chosen first")
     bare = _model_parallel(layout, links, count)
-    total = (each + bare).times(micro_steps) + once
+    total = (each + bare).times(micro_steps) + once + after
     return Communication(
-        each.seconds, bare.seconds, once.seconds, copy_s, total.rank_bytes, total.line_bytes
+        each.seconds,
+        bare.seconds,
+        once.seconds,
+        copy_s,
+        total.rank_bytes,
+        total.line_bytes,
+        after.seconds,
     )
 
 
@@ -444,6 +455,24 @@ def _gathered_bytes(count: Count, layout: Layout) -> float:
     blocks = count.model.layers * count.block.frozen_bytes(count.setting.block_bits)
     ends = (count.params - in_blocks) * count.setting.compute_width
     return _on_rank(blocks, ends, count, layout)
+
+
+def _all_reduce(group: _Group, numbers: float, width: int) -> _Sent:
+    # Gradients of a whole stage, in buckets, after the backward pass.
+    own = 2 * numbers * width * (group.size - 1) / group.size
+    return group.ring(own, 2 * max(1.0, numbers / BUCKET_NUMBERS))
+
+
+def _tied_head(layout: Layout, links: Links, count: Count) -> _Sent:
+    # The last stage sends the gradient of a tied head to the first, which sends the new weight.
+    holding = count.holding
+    if layout.pp == 1 or holding.returns or not count.saved_twice:
+        return _Sent()
+    numbers = count.model.head_params / _ends_cut(count) / holding.weights
+    one = _Group(links, 2, layout.world_size).ring(
+        numbers * count.setting.trained_width, max(1.0, numbers / BUCKET_NUMBERS)
+    )
+    return replace(one, seconds=2 * one.seconds)
 
 
 def _model_parallel(layout: Layout, links: Links, count: Count) -> _Sent:

@@ -16,10 +16,16 @@ from isles.config.auto import (
     fitting_pipeline,
     fitting_strategies,
 )
+from isles.config.balance import deal_layers, pipeline_speeds, shares_of_ranks
 from isles.config.compilation import COMPILES_FROM, compiles
 from isles.config.issues import Issue
 from isles.config.layout import Layout, Strategy, make_layout
-from isles.config.memory import offloaded_blocks, step_memory
+from isles.config.memory import (
+    CPU_MICRO_BATCH_SIZE,
+    holding_of,
+    offloaded_blocks,
+    step_memory,
+)
 from isles.config.roofline import (
     Work,
     communication,
@@ -37,11 +43,11 @@ from isles.errors import ConfigError
 from isles.facts.gpus import lacking
 from isles.facts.memory.architecture import Architecture
 from isles.facts.memory.count import Count
+from isles.facts.memory.layers import layers_of_ranks, rank_seconds
 from isles.facts.memory.result import StepMemory
 from isles.facts.memory.setting import usable_bytes
 from isles.plan.machines import Device, Machines
 from isles.plan.outcome import Outcome, RankPlan, StepTime
-from isles.plan.stages import deal_layers
 
 CONTEXT_BYTES = 0.6 * 2**30
 """Memory of CUDA, cuBLAS and torch's kernels on a GPU: a guess."""
@@ -49,7 +55,6 @@ CONTEXT_BYTES = 0.6 * 2**30
 NCCL_BYTES = 0.3 * 2**30
 """Memory of NCCL's channels on a GPU, if there are several GPUs: a guess."""
 
-_CPU_ROWS = 8
 _MOST_ROWS = 4096
 
 
@@ -188,21 +193,31 @@ class _Step:
 
     def _cut(self) -> None:
         # The layers of each stage, and each rank's share of the work over an even share.
-        config, strategy, layout = self._config, self._strategy, self._layout
+        config, strategy, layout, model = (
+            self._config,
+            self._strategy,
+            self._layout,
+            self._job.model,
+        )
         assert isinstance(strategy, DDPStrategyConfig | FSDPStrategyConfig)
         row_s = [self._seconds(device, 1) for device in self._devices]
-        known = [seconds for seconds in row_s if seconds]
-        speeds = [1.0] * layout.world_size
-        if isinstance(config.balance, dict):
-            speeds = [self._share(config.balance, rank) for rank in range(layout.world_size)]
-        elif config.balance == "auto" and len(known) == len(row_s):
-            speeds = [1.0 / seconds for seconds in known]
-        limits = [limit_of(device) or math.inf for device in self._devices]
-        gpu_bytes = min(int(d.memory_bytes or 0) if d.is_cuda else 0 for d in self._devices)
-        found = deal_layers(
-            self._job.model, config, strategy, layout, speeds, limits, gpu_bytes=gpu_bytes
+        measured = [1.0 / seconds if seconds else None for seconds in row_s]
+        memory = [device.memory_bytes for device in self._devices]
+        cut = deal_layers(
+            model,
+            config,
+            strategy,
+            layout,
+            speeds=pipeline_speeds(config, self._hosts, measured),
+            limits=[math.inf if own is None else usable_bytes(own) for own in memory],
+            gpu_bytes=min(int(d.memory_bytes or 0) if d.is_cuda else 0 for d in self._devices),
         )
-        self._layout, self._shares, self._layers = found
+        length, returns = config.data.seq_length, strategy.pp_schedule == "zbv"
+        work = rank_seconds(model, length, cut, [1.0] * layout.pp, returns=returns)
+        self._layout = replace(layout, cut=cut)
+        self._shares = [own * layout.pp / sum(work) for own in work]
+        holding = holding_of(config, strategy, self._layout, model, 1)
+        self._layers = layers_of_ranks(model, length, holding)
 
     def outcome(self) -> Outcome:
         layout = self._layout
@@ -295,22 +310,17 @@ class _Step:
             members.setdefault(layout.dp_rank(rank), []).append(rank)
         shares = []
         balance = self._config.balance
+        given = shares_of_ranks(balance, self._hosts) if isinstance(balance, dict) else []
         for group in members.values():
             seconds = [row_s[rank] for rank in group]
-            if isinstance(balance, dict):
-                shares.append(min(self._share(balance, rank) for rank in group))
+            if given:
+                shares.append(sum(given[rank] for rank in group))
             elif balance == "even" or None in row_s:
                 shares.append(1.0)
             else:
                 shares.append(1.0 / max(s for s in seconds if s is not None))
         split = split_rows(total, shares)
         return [split[layout.dp_rank(rank)] for rank in range(layout.world_size)]
-
-    def _share(self, shares: dict[str, float], rank: int) -> float:
-        host = self._hosts[rank]
-        if host in shares:
-            return shares[host] / max(1, self._hosts.count(host))
-        return shares.get(str(rank), 1.0)
 
     def _given_rows(self, rank: int) -> int | str:
         # Of a micro-batch, as the run file says.
@@ -322,7 +332,7 @@ class _Step:
         if isinstance(wanted, int):
             return min(wanted, rows)
         if not self._devices[rank].is_cuda:
-            most = min(_CPU_ROWS, rows)
+            most = min(CPU_MICRO_BATCH_SIZE, rows)
         else:
             most = self._largest(rank, min(rows, _MOST_ROWS))
         # Make the micro-batches equally large.

@@ -16,6 +16,7 @@ from isles.balance.curve import Curve, slowest
 from isles.balance.gpus import GpuMeter
 from isles.balance.revise import Allocation, RankDevice, SplitHistory, choose, equal_devices, pooled
 from isles.checkpoint.tensors import disk_failure
+from isles.config.balance import shares_of_ranks
 from isles.config.fit import memory_advice
 from isles.config.layout import Strategy
 from isles.config.sections.run import RunConfig
@@ -49,6 +50,8 @@ def make_balancer(
     run_dir: RunDir,
     recorder: Recorder,
     resume_from: CheckpointInfo | None,
+    *,
+    is_cut_kept: bool = True,
 ) -> Balancer:
     """The split that an attempt starts with. All ranks must call this.
 
@@ -56,11 +59,15 @@ def make_balancer(
     it adds the same numbers in the same order. Equal devices start with equal rows, even if other
     work slows one of them at that moment: only real steps can measure their speed.
 
+    Args:
+        is_cut_kept: whether each rank of a pipeline has the layers that it had before the
+            checkpoint. If not, its largest micro-batch and its speed have changed.
+
     Raises:
         ConfigError: shares or sizes name hosts or ranks that are not in the run.
         OutOfMemoryError: not even one row fits on some rank.
     """
-    chooser = _Chooser(model, config, strategy, mesh, world, resume_from)
+    chooser = _Chooser(model, config, strategy, mesh, world, resume_from, is_cut_kept)
     step = resume_from.step if resume_from else 0
     history = None
     if chooser.is_auto:
@@ -121,7 +128,9 @@ class _Chooser:
         mesh: Mesh,
         world: World,
         resume_from: CheckpointInfo | None,
+        is_cut_kept: bool,
     ) -> None:
+        self._is_cut_kept = is_cut_kept
         self._model, self._config, self._strategy = model, config, strategy
         self._mesh, self._world = mesh, world
         self._from = resume_from
@@ -167,7 +176,7 @@ class _Chooser:
         balance, dp_size = self._config.balance, self._mesh.dp_size
         rows = -(-self._rows // dp_size)
         size_before = self._manifest.get("micro_batch_size")
-        is_kept = size_before is not None and rows % size_before == 0
+        is_kept = size_before is not None and rows % size_before == 0 and self._is_cut_kept
         if not self._is_cuda:
             parts = self._model, self._config, self._strategy, self._mesh, self._world
             self._cpu_size = cpu_micro_batch(*parts)
@@ -179,7 +188,8 @@ class _Chooser:
         even_size = min(caps, default=0)
         if None in self._caps:
             largest = min(curve.limit for curve in curves) if curves else self._cpu_size
-            found = even_micro_batch(rows, largest, size_before)
+            stays = self._is_cut_kept or (size_before or 0) <= largest
+            found = even_micro_batch(rows, largest, size_before if stays else None)
             even_size = min([found, *caps])
         if is_limited:
             log.info("micro_batch_size=%d fits", even_size)
@@ -214,9 +224,10 @@ class _Chooser:
         )
 
     def _fits(self, known: Allocation) -> bool:
-        # Whether the ranks, devices and sizes that the split depends on are unchanged.
+        # Whether the ranks, devices, layers and sizes that the split depends on are unchanged.
         return (
-            known.devices == tuple(self._devices)
+            self._is_cut_kept
+            and known.devices == tuple(self._devices)
             and known.strategy == self._strategy.kind
             and known.split.in_step == self._in_step
             and known.split.global_batch_size == self._rows
@@ -291,10 +302,7 @@ def device_name(world: World) -> str:
 def rank_shares(
     shares: Mapping[str, float], hosts: Sequence[str], *, may_miss: bool
 ) -> list[float]:
-    """The share of each rank.
-
-    A named rank gets its own share. A host's share is divided over its other ranks. If no host is
-    named, every other rank has share 1; otherwise every other host has share 1.
+    """The share of each rank; see `shares_of_ranks`.
 
     Args:
         shares: by host or rank number.
@@ -304,16 +312,7 @@ def rank_shares(
         ConfigError: an unknown host or rank, or all shares are 0.
     """
     _check_names(shares, hosts, "balance", may_miss=may_miss)
-    has_hosts = any(name in hosts for name in shares)
-    found = []
-    for rank, host in enumerate(hosts):
-        if str(rank) in shares and str(rank) not in hosts:
-            found.append(shares[str(rank)])
-        elif has_hosts:
-            others = [r for r, other in enumerate(hosts) if other == host and str(r) not in shares]
-            found.append(shares.get(host, 1.0) / len(others))
-        else:
-            found.append(1.0)
+    found = shares_of_ranks(shares, hosts)
     if not any(found):
         raise ConfigError(
             "every rank has a share of 0",

@@ -239,7 +239,8 @@ def _make_engine(
     size = ModelSize.of(model, config.data.seq_length)
     mesh, cut = cut_pipeline(model, config, strategy, mesh, world, manifest)
     mesh = offload_blocks(model, config, strategy, mesh, world)
-    balancer = make_balancer(model, config, strategy, mesh, world, run_dir, recorder, resume_from)
+    parts = model, config, strategy, mesh, world, run_dir, recorder, resume_from
+    balancer = make_balancer(*parts, is_cut_kept=cut is None or cut.is_kept)
     routers = make_routers(config.model, model, mesh, world)  # by names that a sharded model lacks
     optimizers = functools.partial(make_optimizers, config.training, seed=config.seed)
     fill = functools.partial(fill_model, config=config.model, seed=config.seed)

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
+from isles.config.balance import deal_layers, pipeline_speeds, stage_speeds
 from isles.config.layout import Layout, Strategy
-from isles.config.memory import LEAST_SPEED, cut_layers, stage_speeds
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
 from isles.dist.mesh import Mesh
 from isles.dist.world import World, gpu_bytes
-from isles.facts.memory.layers import rank_of_stage, rank_seconds
+from isles.facts.memory.layers import rank_of_stage
 from isles.facts.memory.setting import usable_bytes
 from isles.run.limits import memory
 from isles.train.balance import device_name, rank_shares
 from isles.train.model import architecture_of
-from isles.train.probe import CPU_MICRO_BATCH_SIZE, measure_blocks
+from isles.train.probe import measure_blocks
 
 log = logging.getLogger(__name__)
-
-_ALIKE = 1.10
-"""Ranks whose speeds differ by less than this factor count as equally fast. A recorded cut is
-replaced if another cut makes the slowest stage faster by this factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +34,15 @@ class PipelineCut:
         schedule: of the run file.
         speeds: rows per second of each rank through all blocks, in any unit.
         layers: of each stage.
+        is_kept: whether the checkpoint that the run resumes from has the same layers on the same
+            devices. If not, a micro-batch size of the checkpoint was not measured with them.
     """
 
     devices: tuple[tuple[str, str], ...]
     schedule: str
     speeds: tuple[float, ...]
     layers: tuple[int, ...]
+    is_kept: bool = field(default=False, compare=False)
 
     def record(self, measured: Sequence[float | None], layout: Layout) -> dict[str, Any]:
         """The cut for a manifest.
@@ -94,7 +93,7 @@ def cut_pipeline(
     call this.
 
     On the same devices, a resumed run keeps its cut, unless its steps have shown that another cut
-    is faster by 10 %.
+    is faster by 10 %, or its cut no longer fits.
 
     Args:
         model: the whole model, used for its shapes only.
@@ -116,35 +115,25 @@ def cut_pipeline(
     limits = world.gather(usable_bytes(own))
     gpu = min(world.gather(gpu_bytes(world.device)))
 
+    # Their own cut stays with their own shares; only steps can show that another cut is faster.
+    may_keep = before is not None and (
+        config.balance == "auto" or list(before.speeds) == list(speeds)
+    )
+
     def decide() -> PipelineCut:
-        given, is_auto = config.training.micro_batch_size, config.balance == "auto"
-        most = given if isinstance(given, int) else 1 if gpu else CPU_MICRO_BATCH_SIZE
-        of_rank = -(-config.training.global_batch_size // layout.dp_size)
-        rows = min(most, of_rank)
-        size = architecture_of(model)
-        layers = cut_layers(
-            size,
+        layers = deal_layers(
+            architecture_of(model),
             config,
             strategy,
             layout,
-            rows=rows,
-            micro_batches=-(-of_rank // rows),
             speeds=speeds,
             limits=limits,
             gpu_bytes=gpu,
+            before=before.layers if before is not None and may_keep else (),
+            size_before=manifest.get("micro_batch_size"),
         )
-        may_keep = before is not None and is_auto and sum(before.layers) == size.layers
-        # On as many ranks, `pp_size` may have changed.
-        if before is not None and may_keep and len(before.layers) == len(layers):
-            length, returns = config.data.seq_length, strategy.pp_schedule == "zbv"
-            of_stages = stage_speeds(layout, speeds)
-            now_s, new_s = (
-                max(rank_seconds(size, length, each, of_stages, returns=returns))
-                for each in (before.layers, layers)
-            )
-            if now_s < _ALIKE * new_s:
-                layers = before.layers
-        return PipelineCut(devices, strategy.pp_schedule, tuple(speeds), layers)
+        is_kept = before is not None and before.layers == layers
+        return PipelineCut(devices, strategy.pp_schedule, tuple(speeds), layers, is_kept)
 
     # One rank decides, so that rounding cannot lead to different cuts.
     cut = world.main_first(decide)
@@ -167,21 +156,21 @@ def _speeds(
 ) -> list[float]:
     # Of each rank, in any unit.
     cluster, balance = config.clusters[0], config.balance
+    hosts = [host for host, _ in devices]
     if isinstance(balance, dict):
         may_miss = cluster.min_nodes < cluster.max_nodes
-        shares = rank_shares(balance, [host for host, _ in devices], may_miss=may_miss)
-        return [max(share, LEAST_SPEED) for share in shares]
+        rank_shares(balance, hosts, may_miss=may_miss)  # refuses unknown names
+        return pipeline_speeds(config, hosts, ())
     if balance == "auto" and before is not None:
         return list(before.speeds)
     if balance == "even" or len(set(devices)) == 1:
         return [1.0] * world.world_size
     every = world.gather(measure_blocks(model, config, mesh, world))
-    measured = [1 / row_s for row_s, _ in every if row_s is not None]
-    if len(measured) < len(every) or not all(is_settled for _, is_settled in every):
+    measured = [None if row_s is None else 1 / row_s for row_s, _ in every]
+    if None in measured or not all(is_settled for _, is_settled in every):
         log.info(
             "balance: the measured speeds did not settle, or a GPU had no room to measure. All "
             "ranks of the pipeline count as equally fast"
         )
         return [1.0] * world.world_size
-    is_alike = max(measured) < _ALIKE * min(measured)
-    return [1.0] * world.world_size if is_alike else measured
+    return pipeline_speeds(config, hosts, measured)

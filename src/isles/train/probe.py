@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from isles.balance.curve import Curve
 from isles.balance.measure import Probe, calibrate
 from isles.config.layout import Strategy
-from isles.config.memory import holding_of, step_memory
+from isles.config.memory import CPU_MICRO_BATCH_SIZE, holding_of, step_memory
 from isles.config.sections.data import isolates_any
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import MeshSection
@@ -28,10 +28,6 @@ from isles.strategies.objective import CausalLM
 from isles.strategies.pipeline.stages import stage_indices
 from isles.strategies.sequence import whole
 from isles.train.model import architecture_of, weights_dtype
-
-CPU_MICRO_BATCH_SIZE = 8
-"""Micro-batch size on a CPU, where large micro-batches do not help: this, or the largest divisor
-of the rank's rows below it."""
 
 _PLAUSIBLE = 4
 """Largest micro-batch to try, as a multiple of a rank's even part of the rows."""

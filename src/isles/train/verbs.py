@@ -20,8 +20,11 @@ from transformers import GenerationConfig
 from isles.checkpoint.export import read_trained
 from isles.checkpoint.load import load_tensors, sound_checkpoint
 from isles.checkpoint.upload import check_push, push
+from isles.config.layout import Layout
+from isles.config.memory import step_memory
 from isles.config.resolve import Resolved
 from isles.config.sections.output import HuggingFaceId
+from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import DDPStrategyConfig
 from isles.config.yaml import shorten
 from isles.data.chat.template import chat_prompt
@@ -30,17 +33,21 @@ from isles.data.mix import build_validation
 from isles.data.tokens.tokenizer import affixes, check_vocabulary, clear_panics
 from isles.dist.batch import MIXED_DTYPE
 from isles.dist.world import join_world, leave_world
-from isles.errors import DataError, UserError
+from isles.errors import DataError, OutOfMemoryError, UserError
+from isles.facts.memory.architecture import Architecture
 from isles.facts.terminal import show_streams
+from isles.facts.units import format_bytes
 from isles.run.checkpoints import find_checkpoint
 from isles.run.env import IN_POD, RankEnv, machine_elsewhere, refuse_kernels, shown_place
+from isles.run.find import typed_name
+from isles.run.limits import memory
 from isles.run.paths import RunDir
 from isles.run.resolved import needs_own, read_resolved
 from isles.train.data import data_cache, run_tokenizer
 from isles.train.finish import export_step
 from isles.train.logs import log_of_verb
 from isles.train.metrics import evaluate
-from isles.train.model import empty_model, kept_base, whole_model, with_base
+from isles.train.model import architecture_of, empty_model, kept_base, whole_model, with_base
 from isles.train.reference import give_scores
 from isles.train.strategy import make_engine, resolve_mesh
 
@@ -293,8 +300,12 @@ def _load(
     checkpoint = sound_checkpoint(find_checkpoint(run_dir, step).path)
     config = kept_base(resolved.config, run_dir)
     tokenizer = _tokenizer(run_dir, resolved)
-    if config.adapter.type != "none":
-        adapted: Any = whole_model(with_base(config, checkpoint), tokenizer, device)
+    has_adapter = config.adapter.type != "none"
+    if has_adapter:
+        config = with_base(config, checkpoint)
+    check_room(config, architecture_of(empty_model(config, tokenizer)), device, run_dir)
+    if has_adapter:
+        adapted: Any = whole_model(config, tokenizer, device)
         read_trained(adapted, checkpoint.path)
         return adapted.eval(), checkpoint.step
     # The weights come from the checkpoint, not from the run's start.
@@ -304,6 +315,38 @@ def _load(
     load_tensors(state, checkpoint.path, alone=True)
     model.tie_weights()
     return model.eval(), checkpoint.step
+
+
+def check_room(
+    config: RunConfig, model: Architecture, device: torch.device, run_dir: RunDir
+) -> None:
+    """Check that a whole model fits on one device, which may hold only a part of it in training.
+
+    Raises:
+        OutOfMemoryError: the weights need more than the free memory.
+    """
+    alone = Layout(1, 1, 1, 1, 1)
+    needed = step_memory(model, config, DDPStrategyConfig(), alone, rows=1).peak.weights
+    main = memory().available
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else main
+    if needed <= free:
+        return
+    where = "the GPU" if device.type == "cuda" else "main memory"
+    bits = "in 4 bits " if config.adapter.type == "qlora" else ""
+    fix = f"run this command on a machine with {format_bytes(needed)} of free memory"
+    if device.type == "cuda" and needed <= main:
+        fix = "put CUDA_VISIBLE_DEVICES= before this command: it then uses main memory, which has "
+        fix += f"{format_bytes(main)} free"
+    if config.adapter.type != "none":
+        fix += f". `isles checkpoint export {typed_name(run_dir)}` exports the adapter without "
+        fix += "loading the model"
+    raise OutOfMemoryError(
+        f"this command loads the whole model {bits}on one device: its weights need "
+        f"{format_bytes(needed)}, and {format_bytes(free)} are free",
+        where=where,
+        fix=fix,
+        id="memory.whole",
+    )
 
 
 def _tokenizer(run_dir: RunDir, resolved: Resolved) -> Any:

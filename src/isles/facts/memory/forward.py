@@ -323,17 +323,20 @@ class Forward:
 
         Source: Dao 2023 (arXiv:2307.08691), algorithm 2: the output and one log-sum-exp per head.
         """
-        if self.repeats_keys:
-            k, v = (self.made(x.like(units=q.units)) if x.units != q.units else x for x in (k, v))
         if self.shares > 1 or self.swaps_heads:
             q, k, v = (self.cast(x, self.autocast) for x in (q, k, v))  # before they are sent
         if self.shares > 1:
             k, v = (self.made(replace(x.like(), tokens=x.tokens * self.shares)) for x in (k, v))
         elif self.swaps_heads:
             q, k, v = (self.made(x.like()) for x in (q, k, v))
-        q, k, v = (self.cast(x, self.autocast) for x in (q, k, v))
+        seen = [k, v]
+        if self.repeats_keys and k.units != q.units:
+            # A rank attends with two pieces of a sequence, and each has keys of its own.
+            pieces = 2 if self.shares > 1 else 1
+            seen = [self.made(x.like(units=q.units)) for x in (k, v) for _ in range(pieces)]
+        q, *seen = (self.cast(x, self.autocast) for x in (q, *seen))
         out = self.made(q.like())
-        self.save(q, k, v, out, Value(q.tokens, heads, FP32))
+        self.save(q, *seen, out, Value(q.tokens, heads, FP32))
         self._attended.append(out)
         self.attention_flops += 2 * q.tokens * length * q.units
         # Exchanged for tokens, or joined from the attention of two pieces of a sequence.

@@ -9,6 +9,9 @@ from isles.facts.memory.forward import FP32
 
 Checkpointing = Literal["none", "selective", "full", "offload"]
 
+BUCKET_NUMBERS = 2**23
+"""Numbers that the ranks of a pipeline send together after the backward pass: 32 MiB in fp32."""
+
 _USABLE = 0.85
 """Share of a rank's memory that a plan may use. The rest is for libraries and fragmentation."""
 

@@ -77,6 +77,11 @@ class _Stage:
         self._block_trained = self._block if whole else float(count.block.adapter_params)
         self._ends_trained = self._ends if whole or setting.trains_ends else 0.0
         self._trained = self._layers * self._block_trained + self._ends_trained
+        is_copy = count.model.is_tied and has_head and (not has_embedding or holding.returns)
+        self._ends_learned = self._ends_trained
+        """Numbers with optimizer state. The last stage has only a copy of a tied head."""
+        if is_copy and self._ends_trained:
+            self._ends_learned -= count.model.head_params / ends
         self._frozen_block = 0.0 if whole else count.block.frozen_bytes(setting.block_bits)
         """Bytes of a frozen block on this rank, before data-parallel sharding."""
         self._frozen_ends = self._ends - self._ends_trained
@@ -174,7 +179,8 @@ class _Stage:
     def _saved(self) -> float:
         # Bytes of this rank's part of a checkpoint: trained weights and their state.
         setting, holding = self._setting, self._holding
-        twice = self._count.saved_twice
+        # The stages of a pipeline save each name of a tied head from their own copy.
+        twice = 0 if holding.pipeline > 1 else self._count.saved_twice
         if holding.second_copy:
             # It includes the fp32 weights: collected in main memory, and copied there again.
             return 2 * (sum(self._state_held()) + twice * FP32 / holding.state)
@@ -210,7 +216,7 @@ class _Stage:
         blocks, short = self._layers * self._block_trained, self._layers * count.block.short_params
         width, optimizer = setting.trained_width, setting.optimizer
         of_blocks = state_bytes(blocks, 0.0, width, optimizer, short=short)
-        of_ends = state_bytes(0.0, self._ends_trained, width, optimizer)
+        of_ends = state_bytes(0.0, self._ends_learned, width, optimizer)
         if holding.second_copy:
             of_blocks += blocks * FP32
             of_ends += self._ends_trained * FP32
@@ -335,9 +341,10 @@ class _Stage:
             return _Gathered(0.0, 0.0, 0.0)
         if holding.gathers == "copies":
             copies = self._trained * setting.compute_width
-            # The gradients of a group of weights are cast to fp32 together.
-            cast = setting.compute_width + FP32
-            block, end = self._block_trained * cast, 0.0
+            # The gradients of a group of weights are cast to fp32 together, when the activations of
+            # its block are free.
+            cast, narrow = setting.compute_width + FP32, self._block_trained * setting.compute_width
+            block, end = max(narrow, self._block_trained * cast - count.block.saved_bytes), 0.0
             if self._has_embedding and self._ends_trained:
                 end = count.embedding.params * cast
             # The gradient of a tied head waits for the embedding's, to be cast with it.
@@ -359,7 +366,12 @@ class _Stage:
         if holding.gathers in ("all", "backward"):
             whole = self._layers * block + self._ends * width
             whole += buffer if holding.weights > 1 else 0.0
-            return _Gathered(whole if holding.gathers == "all" else 0.0, whole, whole)
+            # After a forward pass, only embedding and head are still gathered.
+            at_loss = whole if holding.gathers == "all" else self._ends * width
+            # The last gradients are copied into a buffer to be sent. The embedding's is the widest.
+            end = embedding if self._ends_trained else 0.0
+            sent = max(end, self._block_trained) * FP32 if holding.weights > 1 else 0.0
+            return _Gathered(at_loss, whole, whole + sent)
         ends = max(embedding, head) * width
         reducing = 0.0
         if setting.accumulates and self._ends_trained:

@@ -149,10 +149,11 @@ class PipelineEngine(TorchEngine):
                 with self._computing():
                     self._pipeline.train(self._held.take(count), count)
                 assert all(p.grad is not None for p in self.trainable()), "a gradient was lost"
-                if self._tied is not None:
-                    self._tied.send_gradient()
-                if self._whole is not None:
-                    self._whole.add_gradients(self.trainable())
+                with self._pipeline.waiting.sending():
+                    if self._tied is not None:
+                        self._tied.send_gradient()
+                    if self._whole is not None:
+                        self._whole.add_gradients(self.trainable())
         return self._counted(self._loss_total)
 
     def use_routers(self, routers: Routers) -> None:
@@ -165,7 +166,8 @@ class PipelineEngine(TorchEngine):
         with self._naming_itself():
             norm = super().optimizer_step(lr=lr, max_norm=max_norm)
             if self._tied is not None:
-                self._tied.send_weight()
+                with self._pipeline.waiting.sending():
+                    self._tied.send_weight()
         return norm
 
     def evaluate(self, batch: Batch) -> Tensor:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from isles.facts.memory.setting import BUCKET_NUMBERS
+
 
 def is_tied(model: Any) -> bool:
     """True if the head of a model is its embedding."""
@@ -51,6 +53,7 @@ class TiedHead:
     @torch.no_grad()
     def send_gradient(self) -> None:
         """Add the copy's gradient to the first stage's. All ranks must call this."""
+        first, last = self._holders
         gradient: Tensor | None = None
         if self._copy is not None:
             assert self._copy.grad is not None
@@ -58,31 +61,45 @@ class TiedHead:
         if self._first is not None:
             assert self._first.grad is not None
             own = _local(self._first.grad)
-            own.add_(self._moved(gradient, own, *reversed(self._holders)))
+            if gradient is not None:
+                own.add_(gradient)
+                return
+            # A buffer for the whole gradient would be as large as the embedding.
+            for part in _parts(own):
+                part.add_(self._received(torch.empty_like(part), last))
         elif gradient is not None:
-            self._moved(gradient, gradient, *reversed(self._holders))
+            self._send(gradient, first)
 
     @torch.no_grad()
     def send_weight(self) -> None:
         """Copy the first stage's weight to the last stage. All ranks must call this."""
+        first, last = self._holders
         weight = None if self._first is None else _local(self._first)
         if self._copy is not None:
             own = _local(self._copy)
-            own.copy_(self._moved(weight, own, *self._holders))
+            if weight is not None:
+                own.copy_(weight)
+                return
+            for part in _parts(own):
+                self._received(part, first)
         elif weight is not None:
-            self._moved(weight, weight, *self._holders)
+            self._send(weight, last)
 
-    def _moved(self, given: Tensor | None, like: Tensor, source: int, target: int) -> Tensor:
-        # The tensor of the source, on the source and on the target.
-        if source == target:
-            assert given is not None
-            return given
-        if given is not None:
-            dist.send(given.contiguous(), group=self._group, group_dst=target)
-            return given
-        found = torch.empty_like(like)
-        dist.recv(found, group=self._group, group_src=source)
-        return found
+    def _send(self, tensor: Tensor, target: int) -> None:
+        for part in _parts(tensor):
+            dist.send(part.contiguous(), group=self._group, group_dst=target)
+
+    def _received(self, buffer: Tensor, source: int) -> Tensor:
+        # The tensor that `_send` of another rank sends, in this buffer.
+        dist.recv(buffer, group=self._group, group_src=source)
+        return buffer
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    # Whole rows of a tensor, as many as are sent together. An uneven shard may have no rows.
+    if not tensor.numel():
+        return []
+    return list(torch.split(tensor, max(1, BUCKET_NUMBERS // tensor[0].numel())))
 
 
 def forget_embedding(stage: Any) -> None:

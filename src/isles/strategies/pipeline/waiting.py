@@ -12,11 +12,13 @@ from torch.distributed.pipelining import PipelineStage
 
 
 class Waiting:
-    """Time of a step outside the stages of this rank: its bubbles, and waits for other ranks."""
+    """Time of a step outside the stages of this rank: its bubbles, waits for other ranks, and
+    messages after the backward pass."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._computed: list[tuple[Any, Any]] = []
+        self._sent: list[tuple[Any, Any]] = []
         self._step: tuple[Any, Any] | None = None
 
     @contextlib.contextmanager
@@ -30,9 +32,17 @@ class Waiting:
     def step(self) -> Iterator[None]:
         """The forward and backward passes of a step."""
         self._computed.clear()
+        self._sent.clear()
         began = self._mark()
         yield
         self._step = began, self._mark()
+
+    @contextlib.contextmanager
+    def sending(self) -> Iterator[None]:
+        """Time within this block, after the passes of a step, is waiting."""
+        began = self._mark()
+        yield
+        self._sent.append((began, self._mark()))
 
     def seconds(self) -> float | None:
         """Seconds that this rank waited during the last step. None before the first step. Waits for
@@ -40,8 +50,10 @@ class Waiting:
         if self._step is None:
             return None
         if self._cuda:
-            self._step[1].synchronize()
-        return max(0.0, self._between(self._step) - sum(map(self._between, self._computed)))
+            (self._sent or [self._step])[-1][1].synchronize()
+        computed_s = sum(map(self._between, self._computed))
+        sent_s = sum(map(self._between, self._sent))
+        return max(0.0, self._between(self._step) - computed_s) + sent_s
 
     def _mark(self) -> Any:
         if not self._cuda:

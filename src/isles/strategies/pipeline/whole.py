@@ -13,10 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from isles.facts.memory.setting import BUCKET_NUMBERS
 from isles.strategies.mixed_precision import MixedPrecision
-
-_BUCKET_NUMBERS = 2**23
-"""Numbers of gradients that are sent together: 32 MiB in fp32."""
 
 
 class WholeStages:
@@ -55,6 +53,10 @@ class WholeStages:
             by_type.setdefault(parameter.grad.dtype, []).append(parameter.grad)
         for gradients in by_type.values():
             for bucket in _buckets(gradients):
+                if len(bucket) == 1 and bucket[0].is_contiguous():
+                    # No second buffer for it, which may be as large as an embedding.
+                    dist.all_reduce(bucket[0], group=self._peers)
+                    continue
                 flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
                 dist.all_reduce(flat, group=self._peers)
                 parts = torch.split(flat, [gradient.numel() for gradient in bucket])
@@ -78,11 +80,14 @@ def _allocate(stage: nn.Module, device: torch.device) -> None:
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    # At most `BUCKET_NUMBERS` in each, unless it is a single larger gradient.
     bucket: list[Tensor] = []
+    numbers = 0
     for gradient in gradients:
-        bucket.append(gradient)
-        if sum(each.numel() for each in bucket) >= _BUCKET_NUMBERS:
+        if bucket and numbers + gradient.numel() > BUCKET_NUMBERS:
             yield bucket
-            bucket = []
+            bucket, numbers = [], 0
+        bucket.append(gradient)
+        numbers += gradient.numel()
     if bucket:
         yield bucket
