@@ -73,7 +73,7 @@ from isles.data.mix import row_width
 from isles.dist.batch import VARLEN, cu_seqlens, isolation_inputs, longest_document
 from isles.dist.mesh import make_mesh
 from isles.dist.world import World
-from isles.facts.memory.step import chunk_tokens
+from isles.facts.memory.setting import chunk_tokens
 from isles.models import recompute
 from isles.models.adapter import add_adapter
 from isles.models.build import build_model

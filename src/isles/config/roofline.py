@@ -22,8 +22,8 @@ from isles.config.sections.strategy import (
 from isles.facts.gpus import Gpu, Products
 from isles.facts.memory.architecture import Architecture
 from isles.facts.memory.forward import FP32
-from isles.facts.memory.setting import BUCKET_NUMBERS
-from isles.facts.memory.step import Count, chunk_tokens
+from isles.facts.memory.setting import BUCKET_NUMBERS, chunk_tokens
+from isles.facts.memory.step import Count
 
 PRODUCT_SHARE = 0.7
 """Share of a GPU's table speed that large matrix products reach. Smaller products take the time of

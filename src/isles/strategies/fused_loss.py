@@ -22,7 +22,7 @@ from torch import Tensor
 
 from isles.dist.batch import IGNORE_INDEX
 from isles.dist.world import gpu_bytes
-from isles.facts.memory.step import chunk_tokens
+from isles.facts.memory.setting import chunk_tokens
 
 log = logging.getLogger(__name__)
 

@@ -12,6 +12,15 @@ Checkpointing = Literal["none", "selective", "full", "offload"]
 BUCKET_NUMBERS = 2**23
 """Numbers that the ranks of a pipeline send together after the backward pass: 32 MiB in fp32."""
 
+_CHUNK_LOGITS = 2**25
+"""Logits of a chunk of the loss on a small device: 192 MiB in 16 bits and in fp32."""
+
+_CHUNK_SHARE = 32
+"""A chunk of the loss takes at most this part of a GPU's memory: one in 32."""
+
+_LEAST_CHUNK, _MOST_CHUNK = 128, 4096
+"""Fewest and most tokens of a chunk."""
+
 _USABLE = 0.85
 """Share of a rank's memory that a plan may use. The rest is for libraries and fragmentation."""
 
@@ -142,6 +151,22 @@ class MemorySettings:
     def compute_width(self) -> int:
         """Bytes per number in matrix products, and of a frozen weight."""
         return FP32 if self.precision == "32-true" else 2
+
+
+def chunk_tokens(vocab: int, device_bytes: int) -> int:
+    """Number of tokens whose logits the loss computes at the same time.
+
+    Each chunk reads and writes the gradient of the whole head, so that small chunks are slow: with
+    a vocabulary of 128,000, 2**25 logits are 261 tokens.
+
+    Args:
+        vocab: size of the vocabulary.
+        device_bytes: memory of the GPU; 0 for a CPU, whose caches prefer small chunks.
+    """
+    logits = max(_CHUNK_LOGITS, device_bytes // _CHUNK_SHARE // (FP32 + 2))
+    tokens = logits // vocab
+    whole = tokens // _LEAST_CHUNK * _LEAST_CHUNK  # kernels compute tiles of 128 rows
+    return min(_MOST_CHUNK, max(_LEAST_CHUNK, whole if device_bytes else tokens))
 
 
 def usable_bytes(memory_bytes: float) -> int:

@@ -15,32 +15,7 @@ from isles.facts.memory.architecture import Architecture
 from isles.facts.memory.forward import FP32, Adapter, Forward, Value
 from isles.facts.memory.layers import layers_of_ranks
 from isles.facts.memory.result import PhaseMemory, StepMemory
-from isles.facts.memory.setting import Holding, MemorySettings, state_bytes
-
-_CHUNK_LOGITS = 2**25
-"""Logits of a chunk of the loss on a small device: 192 MiB in 16 bits and in fp32."""
-
-_CHUNK_SHARE = 32
-"""A chunk of the loss takes at most this part of a GPU's memory: one in 32."""
-
-_LEAST_CHUNK, _MOST_CHUNK = 128, 4096
-"""Fewest and most tokens of a chunk."""
-
-
-def chunk_tokens(vocab: int, device_bytes: int) -> int:
-    """Number of tokens whose logits the loss computes at the same time.
-
-    Each chunk reads and writes the gradient of the whole head, so that small chunks are slow: with
-    a vocabulary of 128,000, 2**25 logits are 261 tokens.
-
-    Args:
-        vocab: size of the vocabulary.
-        device_bytes: memory of the GPU; 0 for a CPU, whose caches prefer small chunks.
-    """
-    logits = max(_CHUNK_LOGITS, device_bytes // _CHUNK_SHARE // (FP32 + 2))
-    tokens = logits // vocab
-    whole = tokens // _LEAST_CHUNK * _LEAST_CHUNK  # kernels compute tiles of 128 rows
-    return min(_MOST_CHUNK, max(_LEAST_CHUNK, whole if device_bytes else tokens))
+from isles.facts.memory.setting import Holding, MemorySettings, chunk_tokens, state_bytes
 
 
 def memory_of(
