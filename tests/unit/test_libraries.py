@@ -69,3 +69,21 @@ def test_the_fork_server_never_asks_the_gpu(run_file: Path, tmp_path: Path) -> N
     path = os.pathsep.join([str(packages), os.environ.get("PYTHONPATH", "")])
     words_of(LOOK, **{"PYTHONPATH": path, RUN_DIR: str(run_dir.path)})
     assert not asked.exists()
+
+
+LOOK_ON_A_CPU = """
+import sys
+import isles.train.preload
+assert "peft" in sys.modules and "bitsandbytes" in sys.modules
+"""
+
+
+def test_the_ranks_of_a_cpu_share_the_packages_of_an_adapter(
+    run_file: Path, tmp_path: Path
+) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.path.mkdir()
+    changes = ["model.init=pretrained", "tokenizer={}", "adapter={type: qlora}"]
+    resolved = resolve(load_run_file(run_file, changes), num_gpus=0)
+    run_dir.resolved.write_text(dump_resolved(resolved))
+    words_of(LOOK_ON_A_CPU, **{RUN_DIR: str(run_dir.path)})

@@ -50,6 +50,11 @@ def preload() -> None:
         if not resolved.config.model.trust_remote_code:
             config = load_model_config(resolved.config.model)
             transformers.AutoModelForCausalLM._model_mapping[type(config)]
+        if resolved.config.adapter.type != "none" and resolved.device == "cpu":
+            # 50 MB of modules. On a GPU the ranks import them, as bitsandbytes queries the GPU.
+            from isles.models.adapter import import_peft
+
+            import_peft(resolved.config.adapter)
 
 
 # Imported objects stay. Collecting them again and again costs a seventh of the time here, and would
