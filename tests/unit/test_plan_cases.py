@@ -115,20 +115,20 @@ def test_a_pipeline_is_compared_with_itself_and_has_no_rows_to_balance(here, cap
 
 def test_a_pipeline_is_the_first_option_of_unequal_gpus(here, capsys):
     """Before main memory, which takes five times as long; also with 4 bits as a further step."""
-    options = cluster_of("32b.yaml", THREE_PCS, "strategy.pp_size=1").ladder
+    options = cluster_of("32b.yaml", THREE_PCS, "strategy={kind: fsdp}").ladder
     times = {rung.name: rung.outcome.time for rung in options}
     first = times["strategy: {kind: ddp, pp_size: 3}"]
-    offload = times["strategy: {kind: fsdp, cpu_offload: true}"]
+    offload = times["strategy: {kind: fsdp, cpu_offload: auto}"]
     assert first is not None and offload is not None and offload.total_s > 4 * first.total_s
     assert [rung.name for rung in options if rung.is_first] == ["strategy: {kind: ddp, pp_size: 3}"]
-    lora = cluster_of("32b.yaml", THREE_PCS, "strategy.pp_size=1", "adapter.type=lora").ladder
+    lora = cluster_of("32b.yaml", THREE_PCS, "strategy={kind: fsdp}", "adapter.type=lora").ladder
     found = {rung.name: rung.outcome.fits for rung in lora}
     assert found["strategy: {kind: ddp, pp_size: 3}"] is False
     assert found["adapter: {type: qlora} in a pipeline"] is True
     cut = cluster_of("32b.yaml", "2x4090,2x4090@1gbe", "strategy={kind: fsdp, cp_size: 2}").ladder
     assert not any("pp_size" in rung.name for rung in cut), "its ranks share sequences already"
-    text = Path("32b.yaml").read_text().replace("strategy: {kind: auto, pp_size: auto}\n", "")
-    Path("32b.yaml").write_text(text)
+    auto, fsdp = "strategy: {kind: auto, pp_size: auto}\n", "strategy: {kind: fsdp}\n"
+    Path("32b.yaml").write_text(Path("32b.yaml").read_text().replace(auto, fsdp))
     assert main(["plan", "32b.yaml", "--gpus", THREE_PCS, "--apply"]) == ExitCode.OK
     assert "pp_size: 3" in Path("32b.yaml").read_text() and "fits" in capsys.readouterr().out
 

@@ -58,7 +58,7 @@ def offload_blocks(
         what = f"{blocks} of {size.layers} blocks in main memory ({format_bytes(held)})"
         if held > free:
             raise UserError(
-                f"{name} has no room for {what}: its share of what is free there is "
+                f"{name} has no room for {what}: its share of the free main memory is "
                 f"{format_bytes(free)}",
                 where="strategy.cpu_offload",
                 fix="use more GPUs, a smaller data.seq_length, adapter: {type: qlora}, or a host "

@@ -34,7 +34,7 @@ class Holding:
         bucket_widths: bytes per number of a bucket, over all its copies: in the forward pass, in
             the backward pass, and at its end.
         offloaded_weights, offloaded_state: share of the blocks whose weights (and gradients), and
-            optimizer state, are in main memory. 1: those of embedding and head too.
+            optimizer state, are in main memory. 1: the whole model.
         savers: ranks that divide their equal tensors among each other for a checkpoint.
         tensor, pipeline: number of ranks that share matrices, and blocks.
         stages: stages per rank of a pipeline. With two, each has half of the rank's blocks.
