@@ -344,28 +344,46 @@ def offloaded_blocks(
     layout: Layout,
     *,
     limit: float,
-    rows: int = 1,
-    micro_batches: int = 2,
+    rows: int | None = None,
     gpu_bytes: int = 0,
 ) -> int:
-    """The fewest blocks that a rank must keep in main memory under `cpu_offload: auto`, so that a
-    micro-batch fits. If this is all blocks, embedding and head are in main memory too. 0
-    under another strategy.
+    """The blocks that a rank must keep in main memory under `cpu_offload: auto`, so that a
+    micro-batch fits. If this is all blocks, embedding and head are in main memory too. 0 under
+    another strategy.
+
+    Larger micro-batches leave room for fewer blocks, but a step has fewer of them, and each copies
+    the blocks once more. If the run file does not set their size, a step copies as little as
+    possible.
 
     Args:
         limit: bytes that a step may use on the rank.
-        rows: samples of a micro-batch.
-        micro_batches: of a rank in a step.
+        rows: samples of a micro-batch. None: isles chooses.
     """
     if not (isinstance(strategy, FSDPStrategyConfig) and strategy.cpu_offload == "auto"):
         return 0
-    options = {"rows": rows, "micro_batches": micro_batches, "gpu_bytes": gpu_bytes}
+    of_rank = -(-config.training.global_batch_size // layout.dp_size)
+    sizes = [min(rows, of_rank)] if rows else [2**i for i in range(of_rank.bit_length())]
 
-    def fits(offloaded: int) -> bool:
-        memory = step_memory(model, config, strategy, layout, offloaded=offloaded, **options)
-        return memory.peak.total <= limit
+    def blocks(size: int) -> int:
+        def fits(offloaded: int) -> bool:
+            memory = step_memory(
+                model,
+                config,
+                strategy,
+                layout,
+                rows=size,
+                gpu_bytes=gpu_bytes,
+                offloaded=offloaded,
+            )
+            return memory.peak.total <= limit
 
-    return bisect_left(range(model.layers), True, key=fits)
+        return bisect_left(range(model.layers + 1), True, key=fits)
+
+    found = {size: blocks(size) for size in sizes}
+    fitting = [size for size in sizes if found[size] <= model.layers]
+    if not fitting:
+        return model.layers
+    return found[min(fitting, key=lambda size: -(-of_rank // size) * found[size])]
 
 
 def main_memory(

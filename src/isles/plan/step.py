@@ -154,7 +154,7 @@ def chosen(job: Job, config: RunConfig) -> tuple[Strategy, str]:
         nothing_fits = not fitting_strategies(job.model, config, resources)
         pipeline = fitting_pipeline(job.model, config, job.shape, every, is_cuda=chip.is_cuda)
         if nothing_fits and pipeline is not None:
-            return pipeline, f"a pipeline over {world} ranks, as nothing else fits"
+            return pipeline, f"a pipeline over {world} ranks, as neither ddp nor fsdp fits"
     return choose_strategy(job.model, config, resources)
 
 
@@ -187,7 +187,7 @@ class _Step:
             self._strategy,
             self._layout,
             limit=limit_of(device) or math.inf,
-            rows=rows if isinstance(rows, int) else 1,
+            rows=rows if isinstance(rows, int) else None,
             gpu_bytes=self._gpu_bytes(device),
         )
 

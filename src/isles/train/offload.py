@@ -29,8 +29,6 @@ def offload_blocks(
     """The grid with the blocks that this rank keeps in main memory under `cpu_offload: auto`. All
     ranks must call this.
 
-    With `micro_batch_size: auto`, there is room for a micro-batch of one sample.
-
     Args:
         model: the whole model, used for its shapes only.
 
@@ -41,16 +39,16 @@ def offload_blocks(
         return mesh
     size, gpu, layout = architecture_of(model), gpu_bytes(world.device), mesh.layout
     given = config.training.micro_batch_size
-    given = given.get(world.host, 1) if isinstance(given, dict) else given
-    rows = given if isinstance(given, int) else 1
+    given = given.get(world.host) if isinstance(given, dict) else given
+    rows = given if isinstance(given, int) else None
     count = 0
     if gpu:  # on a CPU, everything is in main memory in any case
         limit = usable_bytes(gpu)
         count = offloaded_blocks(
             size, config, strategy, layout, limit=limit, rows=rows, gpu_bytes=gpu
         )
-    moved = step_memory(size, config, strategy, layout, rows=rows, offloaded=count).host
-    copied = offloaded_bytes(count_of(size, config, strategy, layout, rows, 2, gpu, count), layout)
+    moved = step_memory(size, config, strategy, layout, rows=1, offloaded=count).host
+    copied = offloaded_bytes(count_of(size, config, strategy, layout, 1, 2, gpu, count), layout)
     room = memory().available / world.local_world_size
     every = world.gather((world.host, world.device_name, count, moved, copied, room))
     for rank, (host, device, blocks, held, sent, free) in enumerate(every):
