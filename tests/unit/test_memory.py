@@ -64,7 +64,7 @@ SETTINGS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("llama", {}, {"strategy": DDPStrategyConfig(pp_size=2), "ranks": 2, "adapter": LORA}),
     ("qwen3", {}, {"strategy": FSDPStrategyConfig(cp_size=2), "ranks": 4}),
     ("llama", {}, {"strategy": FSDPStrategyConfig(cp_size=2), "ranks": 4, **LONG}),
-    ("gemma", {}, {"strategy": DDPStrategyConfig(pp_size=2), "ranks": 2}),
+    ("gemma", {}, {"strategy": DDPStrategyConfig(pp_size=2), "ranks": 2, "micro_batches": 6}),
     ("llama", {}, {"adapter": {"type": "qlora"}, "strategy": FSDPStrategyConfig(), "ranks": 2}),
     ("llama", {"optimizer": "adamw_8bit"}, {}),
     ("qwen2", {}, {"packs": True}),

@@ -425,7 +425,8 @@ class _Stage:
             if self._has_embedding and self._ends_trained:
                 end = count.embedding.params * cast
             # The gradient of a tied head waits for the embedding's, to be cast with it.
-            tied = end * setting.compute_width / cast if count.model.is_tied else 0.0
+            is_shared = count.model.is_tied and self._has_head and holding.pipeline == 1
+            tied = end * setting.compute_width / cast if is_shared else 0.0
             return _Gathered(copies, copies + block + tied, copies + max(block + tied, end))
         width = setting.compute_width if holding.casts_whole else setting.trained_width
         cut = holding.tensor if holding.cuts_ends else 1
