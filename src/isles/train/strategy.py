@@ -149,10 +149,8 @@ def _choose(
         every, is_cuda = world.gather(mine), machine.chip.is_cuda
         pipeline = fitting_pipeline(size, config, shape.to_dict(), every, is_cuda=is_cuda)
         if pipeline is not None:
-            return (
-                pipeline,
-                f"a pipeline over {world.world_size} ranks, as neither ddp nor fsdp fits",
-            )
+            ranks = world.world_size
+            return pipeline, f"a pipeline over {ranks} ranks, as neither ddp nor fsdp fits"
     for strategy, _ in fitting:
         if describe(strategy) == before:
             return strategy, f"{before}, as before the checkpoint"
