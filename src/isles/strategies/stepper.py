@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim import Optimizer
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -183,14 +183,16 @@ class Stepper:
         if not isinstance(first, DTensor):
             return norm
         mesh = first.device_mesh
-        axes = [axis for axis, cut in enumerate(first.placements) if not cut.is_replicate()]
-        axes = [axis for axis in axes if mesh.size(axis) > 1]
-        if not axes:
+        cuts = enumerate(first.placements)
+        sums = [
+            Replicate() if cut.is_replicate() or mesh.size(axis) == 1 else Partial()
+            for axis, cut in cuts
+        ]
+        if Partial() not in sums:
             return norm
-        squares = norm**2
-        for axis in axes:
-            dist.all_reduce(squares, group=mesh.get_group(axis))
-        return squares.sqrt()
+        squares = DTensor.from_local(norm**2, mesh, sums, run_check=False).full_tensor()
+        whole: Tensor = squares.sqrt()
+        return whole
 
 
 def _kept(module: nn.Module) -> dict[str, Any]:
