@@ -17,6 +17,7 @@ from isles.config.sections.training import TrainingConfig
 from isles.dist.world import World
 from isles.models.attention import use_maskless_attention
 from isles.models.build import build_empty_model, build_model, fill_model
+from isles.models.recompute import set_gradient_checkpointing
 from isles.strategies.base import Engine
 from isles.train.model import weights_dtype
 from isles.train.optimizer.make import make_optimizers
@@ -46,6 +47,7 @@ def engine_of(
         model = build_empty_model(config.model, **options)
     else:
         model = build_model(config.model, device=world.device, seed=0, **options)
+    set_gradient_checkpointing(model, config.training.gradient_checkpointing)
     assert use_maskless_attention(model)
     fill = functools.partial(fill_model, config=config.model, seed=0)
     optimizers = functools.partial(make_optimizers, config.training, seed=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,39 @@ def test_only_gradients_of_the_adapter_travel(base: Path) -> None:
     for traffic, trained in run_ranks(_traffic_of_a_step, 2, base, FSDPStrategyConfig()):
         assert traffic.pop("_reduce_scatter_base_") == trained
         assert traffic.keys() == {"_allgather_base_"}  # of parameters, which are cut
+
+
+def _gathers_of_frozen_ends(env: RankEnv, model: Path) -> list[dict[str, int]]:
+    """How often an evaluation and two steps gather the embedding and the head."""
+    world = join_world(env, device="cpu", timeout_s=60)
+    training = {"precision": "32-true", "gradient_checkpointing": "full"}
+    config = fake_run(model, AdapterConfig(type="lora", r=4), **training)
+    engine: Any = engine_of(config, FSDPStrategyConfig(), world)
+    ids = torch.arange(32).view(2, 16)
+    batch, found = Batch(ids, ids, (0, 1)), []
+
+    def counted(action: Callable[[], Any]) -> None:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            action()
+        names = [event.name for event in profile.events() if "FSDP::all_gather (" in event.name]
+        ends = ("embed_tokens", "lm_head")
+        found.append({end: sum(end in name for name in names) for end in ends})
+
+    def step() -> None:
+        engine.forward_backward(batch, loss_divisor=64, is_last=True)
+        engine.optimizer_step(lr=1e-3, max_norm=1.0)
+
+    for action in (lambda: engine.evaluate(batch), step, step):
+        counted(action)
+    return found
+
+
+def test_frozen_ends_are_gathered_one_after_the_other_and_not_for_the_backward_pass(base: Path):
+    """Each is gathered into a buffer of its size first, so that both take a lot of memory."""
+    once = {"embed_tokens": 1, "lm_head": 1}
+    for found in run_ranks(_gathers_of_frozen_ends, 2, base):
+        # The first pass tries whether the head is last, and frees it again.
+        assert found == [{"embed_tokens": 2, "lm_head": 2}, once, once]
 
 
 EXPORTS = {

@@ -1,9 +1,12 @@
-"""The host's part in a step: its clock, its garbage, its cores."""
+"""The host's part in a step: its clock, its garbage, its heap, its cores."""
 
 from __future__ import annotations
 
 import gc
 import itertools
+import os
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -98,3 +101,39 @@ def test_a_rank_is_bound_to_no_fewer_cores_than_its_share(ranks, cores, *, sysfs
     allowed = {0, 1, 2, 3, 8, 9, 10, 7}
     found = near_cores("0000:65:00.0", allowed, sysfs, least=len(allowed) // ranks)
     assert found == cores
+
+
+HELD = """
+import psutil
+from isles.train.host import map_large_blocks, trim_heap
+
+def held():
+    info = psutil.Process().memory_info()
+    return info.rss - info.shared
+
+def free(size):
+    freed, kept = [], []
+    for _ in range(64 * 2**20 // size):
+        freed.append(b"x" * size)
+        kept.append(b"x" * (100 << 10))
+    return kept  # blocks between those that are freed
+
+first = b"x" * (30 << 20)
+del first  # now glibc's own threshold is 30 MiB
+before = held()
+map_large_blocks()
+kept = free(8 << 20)
+print(held() - before)
+kept += free(1000 << 10)
+trim_heap()
+print(held() - before)
+"""
+
+
+def test_the_memory_of_freed_tensors_goes_back_to_the_kernel() -> None:
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
+    words = [sys.executable, "-c", HELD]
+    done = subprocess.run(words, env=environ, check=True, capture_output=True, text=True)
+    large, small = map(int, done.stdout.split())
+    assert large < 10 << 20
+    assert small < 20 << 20, "7 MiB are kept"

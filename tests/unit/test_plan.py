@@ -513,6 +513,14 @@ esac"""
     )
 
 
+def test_main_memory_of_a_host_without_gpus_holds_the_steps_of_its_ranks(here):
+    (cluster,) = planned("clusters=[{device: cpu, gpus_per_node: 2}]").clusters
+    store = next(store for store in cluster.stores if store.what == "main memory")
+    sizes = {item.name: item.size_bytes for item in store.items}
+    assert sizes["steps of the ranks"] == sum(rank.peak_bytes for rank in cluster.own.ranks) > 0
+    assert sizes["processes"] < 2**30
+
+
 def test_the_cores_of_a_host_are_not_its_openmp_threads(here):
     lines = """case "$*" in
 *nvidia-smi*) exit 127;;

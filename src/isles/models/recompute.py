@@ -47,6 +47,11 @@ def set_gradient_checkpointing(model: nn.Module, kind: str) -> None:
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     enable: Any = next(getattr(model, name) for name in names if hasattr(model, name))
     enable(options)
+    if hasattr(model, "_require_grads_hook"):
+        # transformers makes the embedding's output require gradients, as checkpoints that are
+        # reentrant need it. FSDP2 would gather a frozen embedding for its backward pass.
+        disable: Any = model.disable_input_require_grads
+        disable()
     if kind == "offload":
         block: Any
         for block in model.modules():

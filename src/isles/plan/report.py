@@ -23,7 +23,11 @@ from isles.plan.step import Job, alone, is_compiled, outcome, with_values
 from isles.plan.ways import Candidate, Rung, climb, compare, name_of
 
 PROCESS_BYTES = 2.5 * 2**30
-"""Memory of a rank's process with Python, torch and its libraries. A guess."""
+"""Memory of a rank's process with Python, torch and its libraries, next to a GPU. A guess."""
+
+CPU_HOST_BYTES, CPU_RANK_BYTES = 0.4 * 2**30, 0.1 * 2**30
+"""Memory of the processes of a host without GPUs: once for the command, the agent and the modules
+that the ranks share, and for each rank. Measured by benchmarks/qlora_large.py."""
 
 """Bytes of English text per token, for tokenizers of 32 thousand tokens and more. A guess."""
 
@@ -283,12 +287,18 @@ def _stores(job: Job, own: Outcome, model: ModelFacts, data: Data) -> list[HostS
 
 
 def _in_memory(job: Job, own: Outcome, model: ModelFacts, rank: int, count: int) -> Iterator[Item]:
-    yield Item("processes", count * PROCESS_BYTES, is_guess=True)
-    offloaded = sum(each.memory.host for each in own.ranks[rank : rank + count])
+    ranks = own.ranks[rank : rank + count]
+    processes = count * PROCESS_BYTES
+    if not any(device.is_cuda for device in job.machines.devices):
+        processes = CPU_HOST_BYTES + count * CPU_RANK_BYTES
+    yield Item("processes", processes, is_guess=True)
+    if steps := sum(each.peak_bytes for each in ranks if not each.device.is_cuda):
+        yield Item("steps of the ranks", steps)
+    offloaded = sum(each.memory.host for each in ranks)
     if offloaded:
         yield Item("offloaded", offloaded)
     if own.ranks:
-        saved = sum(each.memory.saved for each in own.ranks[rank : rank + count])
+        saved = sum(each.memory.saved for each in ranks)
         yield Item("a checkpoint being written", saved)
     diloco = job.config.diloco
     if diloco is not None:

@@ -359,11 +359,6 @@ def take_sky_start() -> SkyStart:
 
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-
-_MMAP_THRESHOLD, _TUNABLES = "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"
-
-_MAPPED_BYTES = 2**20
-"""Smallest block that a rank on a CPU allocates with mmap."""
 """The variable of torch's allocator, and its older name."""
 
 
@@ -382,11 +377,6 @@ def rank_defaults(
     if device == "cuda" and not is_wsl() and not set(_ALLOCATOR) & set(environ):
         # Rows of many widths would leave memory in pieces that fit no other width.
         added[_ALLOCATOR[0]] = "expandable_segments:True"
-    if device == "cpu" and _TUNABLES not in environ:
-        # glibc raises its threshold to 32 MiB when a program frees large blocks. Then tensors are
-        # in the heap, between small blocks that stay, and their memory does not go back to the
-        # kernel. A rank that gathered and unpacked matrices of 25 MB held 390 MB more.
-        added[_MMAP_THRESHOLD] = str(_MAPPED_BYTES)
     if interface is not None:
         added["GLOO_SOCKET_IFNAME"] = interface
         added["NCCL_SOCKET_IFNAME"] = interface

@@ -54,8 +54,21 @@ class FSDPEngine(TorchEngine):
         # FSDP2 averages over the data-parallel ranks, but we need the global sum.
         self._parts = mesh.dp_size * mesh.layout.cp
         self._reduces_each = reduces_each_micro_step(config)
+        self._has_evaluated = False
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        self._has_evaluated = True
+        return super().evaluate(batch)
+
+    def row_scores(self, batch: Batch) -> Tensor:
+        self._has_evaluated = True
+        return super().row_scores(batch)
 
     def forward_backward(self, batch: Batch, *, loss_divisor: int, is_last: bool) -> Tensor:
+        if self._has_evaluated:
+            # A pass without gradients leaves the head gathered, next to the embedding.
+            self.weights_set()
+            self._has_evaluated = False
         set_sync(self._sharded, is_last=is_last, reduces_each=self._reduces_each)
         self._begin_routers(batch, self._parts)
         loss_sum = self._loss_sum(self.model, batch)
@@ -142,6 +155,14 @@ def shard_model(
     own = options | {"offload_policy": place(model)}
     fully_shard(model, **own, reshard_after_forward=False)
     _prefetch(blocks, config)
+    embedding: Any = getattr(model, "get_input_embeddings", lambda: None)()
+    is_apart = isinstance(embedding, FSDPModule)  # else the root holds it
+    if is_apart and not any(weight.requires_grad for weight in embedding.parameters()):
+        # Otherwise the backward pass of the first block gathers the embedding, which a backward
+        # pass without gradients of it never uses: twice its 16-bit bytes, at the end of a step.
+        # The root is gathered already.
+        first: Any = blocks[0]
+        first.set_modules_to_backward_prefetch([model])
     return [module for module in model.modules() if isinstance(module, FSDPModule)][::-1]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from isles.dist.batch import IGNORE_INDEX
@@ -184,6 +185,10 @@ class LossHead:
         finally:
             self._model.train(was_training)
             torch.clear_autocast_cache()  # the weights in the cache were cast without gradients
+            for module in self._model.modules():
+                # Without a backward pass FSDP2 keeps the head gathered, next to the embedding.
+                if isinstance(module, FSDPModule):
+                    module.reshard()
         if len(given) != 1 or logits.shape != given[0].shape:
             return False
         # Else compare by value: DeepSpeed passes a copy.

@@ -37,7 +37,7 @@ from isles.train.compiled import compile_blocks, resolve_compile
 from isles.train.cut import PipelineCut, cut_pipeline
 from isles.train.data import make_data
 from isles.train.length import run_length
-from isles.train.metrics import StepMeter
+from isles.train.metrics import StepMeter, process_bytes
 from isles.train.model import (
     ModelSize,
     agree_on_base,
@@ -93,7 +93,7 @@ def build(
     config = resolve_compile(config, world, total_steps, (training, held_out))
     resolved = replace(resolved, config=config)
     recorder.phase("building model")
-    base = agree_on_base(config, world, resume_from)
+    base, before = agree_on_base(config, world, resume_from), process_bytes()
     strategy, mesh, balancer, engine, model_size, cut = _make_engine(
         config, run_dir, world, recorder, tokenizer, resume_from
     )
@@ -109,7 +109,7 @@ def build(
     samples = _begin(exchange, progress, resume_from)
     rank, device = mesh.dp_rank, world.device
     loader = Loader(training, balancer.split, rank, device, numbering=samples, epochs=epochs)
-    meter = _make_meter(model_size, config, strategy, mesh, balancer, world)
+    meter = _make_meter(model_size, config, strategy, mesh, balancer, world, before)
     now, saves = meter.clock.now, config.checkpoint  # the watchdog asks when a save last progressed
     checkpoints = CheckpointManager(run_dir, world, saves, disks, attempt, now, uploader)
     checkpoints.begin(progress.step)
@@ -202,6 +202,7 @@ def _make_meter(
     mesh: Mesh,
     balancer: Balancer,
     world: World,
+    before: int,
 ) -> StepMeter:
     # Includes the calculated memory of this rank and its rows.
     rows = balancer.split.micro_steps(mesh.dp_rank)
@@ -217,7 +218,9 @@ def _make_meter(
         pp_rank=mesh.place.pp,
         offloaded=mesh.offloaded,
     )
-    return StepMeter(world, model.flops_per_token, memory.peak.total)
+    # Offloaded tensors of a rank on a CPU are in the same memory.
+    calculated = memory.peak.total + (memory.host if world.device.type == "cpu" else 0.0)
+    return StepMeter(world, model.flops_per_token, calculated, before)
 
 
 def _make_engine(

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -24,6 +25,9 @@ from isles.train.clock import Laps, StepClock, gpu_laps
 from isles.train.products import products_of_export
 
 log = logging.getLogger(__name__)
+
+_COMPARED_RANKS = 8
+"""Ranks whose calculated memory is in the log next to the measured memory."""
 
 PHASES = ("data", "forward_backward", "optimizer")
 _STAGE_AFTER = {
@@ -42,15 +46,24 @@ class StepMeter:
     Args:
         flops_per_token: FLOPs of training, forward and backward. With the GPU's peak they give the
             model FLOPs utilization. A CPU or an unknown GPU does not have it.
-        memory_bytes: calculated GPU memory of this rank in a step.
+        memory_bytes: calculated memory of this rank in a step, on its device.
+        process_bytes: memory of this process before it built the model, which counts on a CPU.
     """
 
-    def __init__(self, world: World, flops_per_token: float, memory_bytes: float) -> None:
+    def __init__(
+        self,
+        world: World,
+        flops_per_token: float,
+        memory_bytes: float,
+        process_bytes: int = 0,
+    ) -> None:
         self.clock = StepClock()
         """The position of this rank in its step, for the watchdog."""
         self._world = world
         self._cuda = world.device.type == "cuda"
-        self._memory_bytes: float | None = memory_bytes if self._cuda else None
+        self._memory_bytes = memory_bytes
+        self._process_bytes = 0 if self._cuda else process_bytes
+        self._is_compared = False
         gpu = find_gpu(world.device_name) if self._cuda else None
         self._tokens_per_second_at_peak = gpu.bf16_flops / flops_per_token if gpu else None
         self.parts: dict[str, float | None] | None = None
@@ -58,6 +71,7 @@ class StepMeter:
         communication includes the wait for other ranks."""
         self._laps = gpu_laps() if self._cuda else Laps()
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
+        self._rows = 0
         self._begin_row()
         self._timing = False
 
@@ -120,10 +134,10 @@ class StepMeter:
             sums: this rank's part of the method's other metrics.
         """
         if self._cuda:
-            peak_bytes = float(torch.cuda.max_memory_allocated(self._world.device))
-            self._compare(peak_bytes)
+            peak_bytes = own_bytes = float(torch.cuda.max_memory_allocated(self._world.device))
         else:  # memory of the whole process
             peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+            own_bytes = peak_bytes - _file_bytes() - self._process_bytes
         summed = {"loss": self._loss, **sums}
         # The host waits for the GPU here, so only recorded steps may come here.
         losses = {name: float(value.item()) for name, value in summed.items()}
@@ -134,10 +148,12 @@ class StepMeter:
         seconds = {phase: took_s / max(1, self._timed) for phase, took_s in totals.items()}
         seconds["communication"] = math.nan if communication_s is None else communication_s
         passes = last["forward_backward"], blocks_s
-        ranks = self._world.gather((seconds, losses, peak_bytes, passes))
+        memory = own_bytes, self._memory_bytes, self._process_bytes
+        ranks = self._world.gather((seconds, losses, peak_bytes, passes, memory))
+        self._compare([of for *_, of in ranks])
         waited_s = communication_s
         if waited_s is None:
-            waited_s = waiting_s(passes, [of for *_, of in ranks])
+            waited_s = waiting_s(passes, [of for *_, of, _ in ranks])
         own_s = max(0.0, passes[0] - (waited_s or 0.0))
         self.parts = {**last, "forward_backward": own_s, "communication": waited_s}
         means = {name: sum(of[name] for of, *_ in ranks) / len(ranks) for name in seconds}
@@ -160,23 +176,41 @@ class StepMeter:
             "communication_s": communication,
             "optimizer_s": means["optimizer"],
             "mfu": None if at_peak is None else per_rank / at_peak,
-            "memory_bytes": int(max(peak for _, _, peak, _ in ranks)),
+            "memory_bytes": int(max(peak for _, _, peak, *_ in ranks)),
         }
         self._begin_row()
         return row
 
-    def _compare(self, peak_bytes: float) -> None:
-        # Once: the calculated memory next to the measured memory.
-        if self._memory_bytes is not None:
-            used, paper = format_bytes(int(peak_bytes)), format_bytes(int(self._memory_bytes))
-            log.info("GPU memory of rank %d: peak %s, calculated %s", self._world.rank, used, paper)
-            self._memory_bytes = None
+    def _compare(self, ranks: Sequence[tuple[float, float, int]]) -> None:
+        # Once: the calculated memory of each rank next to its measured memory. Optimizers make
+        # their state in the first step, so that only a later step has its peak.
+        self._rows += 1
+        if self._is_compared or (self._rows == 1 and self._steps == 1):
+            return
+        self._is_compared = True
+        kind = "GPU memory" if self._cuda else "memory"
+        for rank, (own, calculated, process) in list(enumerate(ranks))[:_COMPARED_RANKS]:
+            text = f"{kind} of rank {rank}: peak {format_bytes(own)}, "
+            text += f"calculated {format_bytes(calculated)}"
+            if process:
+                text += f", next to {format_bytes(process)} of the process before the model"
+            log.info("%s", text)
 
     def _begin_row(self) -> None:
         self._loss.zero_()
         self._tokens = self._loss_divisor = self._steps = self._timed = 0
         self._padding = 0.0
         self._since = time.perf_counter()
+
+
+def process_bytes() -> int:
+    """Main memory of this process, without mapped files such as libraries."""
+    return int(psutil.Process().memory_info().rss) - _file_bytes()
+
+
+def _file_bytes() -> int:
+    # Pages of files, which the kernel can drop, and which the processes of a host share.
+    return int(psutil.Process().memory_info().shared)
 
 
 def waiting_s(

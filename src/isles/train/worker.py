@@ -32,7 +32,7 @@ from isles.run.restarts import LastStep, read_last_step, read_restart
 from isles.train.build import build
 from isles.train.finish import finish
 from isles.train.hang import watching
-from isles.train.host import bind_to_gpu
+from isles.train.host import bind_to_gpu, map_large_blocks
 from isles.train.logs import log_of_rank
 from isles.train.loop import finish_together, train
 from isles.train.products import fp32_products
@@ -96,6 +96,8 @@ def _train(
     tell: Tell | None,
 ) -> ExitCode:
     cluster = resolved.config.clusters[0]
+    if resolved.device == "cpu" and resolved.config.adapter.type == "qlora":
+        map_large_blocks()
     last_step = LastStep(attempt.last_step, env.restart) if env.rank == 0 else None
     recorder = Recorder(
         run_dir,

@@ -379,8 +379,10 @@ class _Stage:
             reducing = embedding * FP32
         # Weights of two blocks, gradients of one, and its fp32 buffer for the reduction.
         reduced = self._block_trained * (width + FP32)
-        backward = 2 * block + reduced + ends
-        return _Gathered(ends + buffer + reducing, backward, backward)
+        backward = 2 * block + reduced
+        # A frozen embedding is not gathered for the backward pass, except with a tied head.
+        first = backward + (ends if self._ends_trained or count.model.is_tied else 0.0)
+        return _Gathered(ends + buffer + reducing, backward + ends, first)
 
 
 _Parts = tuple[float, float]
