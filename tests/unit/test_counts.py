@@ -287,11 +287,13 @@ def test_weights_are_gathered_once_per_step_if_only_gradients_are_sharded():
             mesh = make_mesh(layout, world, is_sharded=True)
             sharded = shard_model(model, config, mesh, world.device, precision="bf16-mixed")
             objective = CausalLM(model)
-            with Gathered() as step:
-                for is_last in (False, False, True):
-                    fsdp.set_sync(sharded, is_last=is_last, reduces_each=sharding == "FULL_SHARD")
-                    batch = MicroBatchPart({"input_ids": ids}, ids)
-                    objective.loss_sum(model, batch).backward()
+            for _ in range(2):  # the first step also tries the model with two tokens
+                with Gathered() as step:
+                    for is_last in (False, False, True):
+                        is_full = sharding == "FULL_SHARD"
+                        fsdp.set_sync(sharded, is_last=is_last, reduces_each=is_full)
+                        batch = MicroBatchPart({"input_ids": ids}, ids)
+                        objective.loss_sum(model, batch).backward()
             found[sharding] = len(step.sizes)
     # Each of three blocks, both ends and the rest: one time, or twice for each micro-batch.
     assert found["SHARD_GRAD_OP"] == 6
