@@ -87,10 +87,10 @@ def need(*modules: str) -> None:
             _exit_without(module)
 
 
-def need_root() -> None:
+def need_root(why: str = "its hosts are network namespaces of this machine") -> None:
     """Exit with code 1 and one line for everyone but root."""
     if os.geteuid() != 0:
-        sys.exit(f"{_script()} needs root: its hosts are network namespaces of this machine")
+        sys.exit(f"{_script()} needs root: {why}")
 
 
 def _script() -> str:

@@ -91,6 +91,15 @@ FIGURES: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("chats_jsonl_cpu", "text_cpu"), ANY),
         "same_tokens": 1.0,  # of this version and itself
     },
+    "qlora_large": {
+        "limit_bytes": 2 << 30,
+        "group_peak_bytes": (1e8, 2 << 30),
+        "group_over_plan": (0.5, 2.0),
+        "rank_peak_bytes": (1e6, 1e9),
+        "rank_over_plan": ANY,
+        "oom_kills": 0,
+        "steps": 4,
+    },
     "scale": {
         "clusters": {"2": SHARE, "8": SHARE},
         "parameters": {"15M_int8": SHARE},

@@ -67,6 +67,8 @@ def run_rank(
         if restart is not None:
             log.warning("%s", restart.text)
         resolved = load_resolved(run_dir.resolved.read_text(encoding="utf-8"))
+        if resolved.device == "cpu" and resolved.config.adapter.type == "qlora":
+            map_large_blocks()
         with fp32_products(resolved.config.training, resolved.device):
             code = int(_train(resolved, run_dir, attempt, env, signals, resume_from, world, tell))
         leave_world()
@@ -96,8 +98,6 @@ def _train(
     tell: Tell | None,
 ) -> ExitCode:
     cluster = resolved.config.clusters[0]
-    if resolved.device == "cpu" and resolved.config.adapter.type == "qlora":
-        map_large_blocks()
     last_step = LastStep(attempt.last_step, env.restart) if env.rank == 0 else None
     recorder = Recorder(
         run_dir,
