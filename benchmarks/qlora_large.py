@@ -160,7 +160,6 @@ def make_base(folder: Path, shape: dict[str, object]) -> int:
 def write_base(folder: Path, shape: dict[str, int]) -> None:
     """See `make_base`."""
     import torch
-    from accelerate import init_empty_weights
     from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -168,7 +167,7 @@ def write_base(folder: Path, shape: dict[str, int]) -> None:
 
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
-    with init_empty_weights():
+    with torch.device("meta"):
         weights = LlamaForCausalLM(LlamaConfig(**shape)).state_dict()
     files: dict[str, list[str]] = {}
     for name in weights:

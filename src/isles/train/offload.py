@@ -39,8 +39,8 @@ def offload_blocks(
         return mesh
     size, gpu, layout = architecture_of(model), gpu_bytes(world.device), mesh.layout
     given = config.training.micro_batch_size
-    given = given.get(world.host) if isinstance(given, dict) else given
-    rows = given if isinstance(given, int) else None
+    wanted = given.get(world.host) if isinstance(given, dict) else given
+    rows = wanted if isinstance(wanted, int) else None
     count = 0
     if gpu:  # on a CPU, everything is in main memory in any case
         limit = usable_bytes(gpu)
