@@ -156,13 +156,15 @@ def test_gpus_that_only_emulate_bf16_are_named() -> None:
                 "sm_75",
                 "sm_80",
             )
-            assert "GPU 1, Tesla T4" in finding.text and "fp16-mixed" in finding.fix
+            assert "GPU 1 (Tesla T4)" in finding.text and "fp16-mixed" in finding.fix
     run = {"config": {"training": {"precision": "fp8-mixed"}}}
     ada = {**new, "gpu": "RTX 4090", "capability": [8, 9]}
     plan = NodePlan("a", device="cuda", nproc=2, run=run)
     (finding,) = bad(torch_findings(plan, [ada, new]))
     assert (finding.id, finding.measured, finding.limit) == ("gpu.precision", "sm_86", "sm_89")
-    assert "fp8, which GPU 1, RTX 3090" in finding.text and "bf16-mixed" in finding.fix
+    assert (
+        "fp8, which is missing on GPU 1 (RTX 3090)" in finding.text and "bf16-mixed" in finding.fix
+    )
     cpu = {"torch": "2.13.0", "seconds": 1.0}
     (finding,) = bad(torch_findings(NodePlan("a", device="cpu", nproc=2, run=run), [cpu, cpu]))
     assert (finding.id, finding.measured) == ("gpu.precision", "a CPU")

@@ -191,12 +191,13 @@ SHAPES["70b"] = SHAPES["8b"] | LARGE | {"num_attention_heads": 64}
 @each(
     ("1b", 8, 8, 80, 200e9, "ddp", "no other strategy that fits is faster"),
     ("1b", 2, 1, 80, 125e6, "SHARD_GRAD_OP", "% of the time of ddp"),
-    ("8b", 1, 1, 80, 200e9, "ddp", "a single rank"),
+    ("1b", 1, 1, 80, 200e9, "ddp", "a single rank"),
+    ("8b", 1, 1, 80, 200e9, "offload", "nothing else fits"),
     ("8b", 8, 8, 80, 200e9, "FULL_SHARD", "no other strategy that fits is faster"),
     ("8b", 8, 8, 80, 1e9, "SHARD_GRAD_OP", "weights are gathered once per step"),
     ("8b", 16, 8, 80, 1e9, "HYBRID_SHARD", "8 ranks of a node"),
     ("8b", 16, 8, 24, 1e9, "FULL_SHARD", "sharded over 16 ranks it needs"),
-    ("70b", 8, 8, 80, 200e9, "FULL_SHARD", "which may not fit"),
+    ("70b", 8, 8, 80, 200e9, "offload", "nothing else fits"),
 )
 def test_the_choice_and_its_reason(size, ranks, per_node, gib, link, chosen, why, *, tmp_path):
     more = ("data.seq_length=2048", "training.gradient_checkpointing=full")

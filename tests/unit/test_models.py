@@ -454,7 +454,7 @@ def test_only_what_is_trained_has_state(tmp_path):
         assert set(held) == set(trained) and len(held) == len(trained), name
     strategy = DDPStrategyConfig()
     layout = make_layout(strategy, 1, local_world_size=1)
-    mesh = SimpleNamespace(layout=layout, place=layout.place(0))
+    mesh = SimpleNamespace(layout=layout, place=layout.place(0), offloaded=0)
     frozen = sum(p.numel() * 4 for p in model.parameters() if not p.requires_grad)
     # Weights, gradients, two numbers of AdamW.
     run = fake_run(tmp_path, AdapterConfig(type="lora", r=1), precision="32-true")
