@@ -107,6 +107,13 @@ def test_one_rank_with_a_small_gpu_trains_what_it_cannot_hold(run_file: Path):
     assert largest_difference(whole, run_dir) < TOLERANCE
 
 
+def test_ranks_on_a_cpu_are_told_that_it_has_no_effect(run_file: Path):
+    started = start_training(run_file, 2, AUTO, ROWS, "training.max_steps=4", resume="no")
+    _, _, gang = started
+    assert not any(gang.wait()), gang.said()
+    assert "cpu_offload auto: it has no effect on CPU ranks" in gang.log.read_text()
+
+
 def test_a_host_without_enough_main_memory_is_refused_by_name(run_file: Path):
     (run_file.parent / "gpus").write_text(f"{2**40} {_gpu(run_file, 1, 2)}")
     started = start_training(run_file, 2, AUTO, ROWS, resume="no", rank=_rank_without_memory)

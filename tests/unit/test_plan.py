@@ -366,7 +366,7 @@ def test_a_pipeline_is_cut_for_unequal_cards_and_says_what_is_lost(here, capsys)
     ("4090,3070@1gbe", "auto", 2, "a pipeline over 2 ranks, as neither ddp nor fsdp fits"),
     ("4090,3070@1gbe", "1", 1, "blocks that do not fit on a GPU stay in main memory"),
     ("2x4090", "auto", 1, "the whole model fits"),
-    ("2x3070", "auto", 1, "nothing else fits in 8.0 GiB"),  # and neither does a pipeline
+    ("2x3070", "auto", 1, "nothing else fits in the 8.0 GiB"),  # and neither does a pipeline
 )
 def test_auto_takes_a_pipeline_or_main_memory_if_nothing_else_fits(
     gpus, given, stages, why, *, here

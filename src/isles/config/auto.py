@@ -167,7 +167,7 @@ def choose_strategy(
     if fitting is None:
         fitting = fitting_strategies(model, config, machine)
     if not fitting and (offload := _offload(model, config, machine)) is not None:
-        why = f"nothing else fits in {format_bytes(machine.memory_bytes)} of the smallest rank"
+        why = f"nothing else fits in the {format_bytes(machine.memory_bytes)} of the smallest rank"
         return offload, f"{why}, and blocks that do not fit on a GPU stay in main memory"
     if machine.world_size == 1:
         whole = needed_bytes(model, config, DDPStrategyConfig(), machine)

@@ -31,8 +31,8 @@ _MORE_ROOM = 1.05
 def shares_of_ranks(shares: Mapping[str, float], hosts: Sequence[str]) -> list[float]:
     """The share of each rank.
 
-    A named rank gets its own share. A host's share is divided over its other ranks. If no host is
-    named, every other rank has share 1; otherwise every other host has share 1.
+    A named rank gets its own share. The share of a host is divided over its other ranks. A host
+    without a name in `shares` has share 1. If no host is named, each unnamed rank has share 1.
 
     Args:
         shares: by host or rank number.

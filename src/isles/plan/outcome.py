@@ -83,7 +83,7 @@ class Outcome:
     """The plan of one way to hold the model.
 
     Args:
-        issue: why isles refuses it, or None. With an issue there are no ranks.
+        issue: why isles refuses it, or None. If isles refuses it, `ranks` is empty.
         time: None if the speed of a device is unknown.
         seen_bytes: most memory that an equal earlier run used on an equal GPU, which it did fit.
             None if no such run was found.

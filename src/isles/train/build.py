@@ -241,7 +241,7 @@ def _make_engine(
     # Before the model is sharded.
     size = ModelSize.of(model, config.data.seq_length)
     mesh, cut = cut_pipeline(model, config, strategy, mesh, world, manifest)
-    mesh = offload_blocks(model, config, strategy, mesh, world)
+    mesh = offload_blocks(model, config, strategy, mesh, world, recorder.note)
     parts = model, config, strategy, mesh, world, run_dir, recorder, resume_from
     balancer = make_balancer(*parts, is_cut_kept=cut is None or cut.is_kept)
     routers = make_routers(config.model, model, mesh, world)  # by names that a sharded model lacks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import nn
@@ -20,17 +20,21 @@ from isles.facts.units import format_bytes
 from isles.run.limits import memory
 from isles.train.model import architecture_of
 
-log = logging.getLogger(__name__)
-
 
 def offload_blocks(
-    model: nn.Module, config: RunConfig, strategy: Strategy, mesh: Mesh, world: World
+    model: nn.Module,
+    config: RunConfig,
+    strategy: Strategy,
+    mesh: Mesh,
+    world: World,
+    tell: Callable[[str], None],
 ) -> Mesh:
     """The grid with the blocks that this rank keeps in main memory under `cpu_offload: auto`. All
     ranks must call this.
 
     Args:
         model: the whole model, used for its shapes only.
+        tell: shows a line to the user.
 
     Raises:
         UserError: names a rank without enough main memory, the same on every rank.
@@ -64,13 +68,10 @@ def offload_blocks(
                 id="memory.offload",
             )
         if blocks and world.is_main:
-            log.info(
-                "cpu_offload: %s keeps %s, and copies %s for each micro-batch, about %.2g s",
-                name,
-                what,
-                format_bytes(sent),
-                sent / PCIE,
-            )
+            copies = f"copies {format_bytes(sent)} for each micro-batch, about {sent / PCIE:.2g} s"
+            tell(f"cpu_offload auto: {name} keeps {what}, and {copies}")
     if world.is_main and not any(blocks for _, _, blocks, *_ in every):
-        log.info("cpu_offload: the GPUs have room for all blocks, so nothing is in main memory")
+        is_cpu = world.device.type == "cpu"
+        why = "it has no effect on CPU ranks" if is_cpu else "all blocks fit on the GPUs"
+        tell(f"cpu_offload auto: {why}")
     return replace(mesh, offloaded=count)

@@ -137,7 +137,7 @@ def _offload(config: RunConfig, strategy: FSDPStrategyConfig) -> Iterator[Issue]
             ("strategy.cpu_offload", "strategy.pp_size"),
             f"cpu_offload auto does not work with pp_size {strategy.pp_size}: a pipeline already "
             "gives each GPU as many layers as fit",
-            "use cpu_offload: true, or pp_size: 1",
+            "remove cpu_offload, or use pp_size: 1",
         )
     named = "stochastic_rounding true" if training.stochastic_rounding else None
     if training.optimizer != "adamw":
