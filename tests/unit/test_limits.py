@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -192,12 +193,29 @@ def test_a_quota_of_processor_time_counts(
     assert "3 cores" in finding.text
 
 
-@each(("6.1.0-microsoft-standard-WSL2", {}, False), ("6.1.0", {}, True))
-def test_ranks_on_gpus_get_an_allocator_whose_blocks_grow(release, environ, is_set, *, monkeypatch):
+_GROWS = "expandable_segments:True"
+_UNROUNDED = f"{_GROWS},pinned_max_round_threshold_mb:1"
+
+
+@each(
+    ("6.1.0-microsoft-standard-WSL2", "2.13.0", None),
+    ("6.1.0", "2.11.0+cu128", _GROWS),
+    ("6.1.0", "2.13.0+cpu", _UNROUNDED),
+)
+def test_ranks_on_gpus_get_an_allocator_for_rows_of_many_widths(
+    release, version, options, *, monkeypatch
+):
     monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release=release))
-    added = rank_defaults(device="cuda", nproc=1, interface=None, environ=environ)
-    assert added == ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if is_set else {})
-    (system,) = (f for f in machine(NodePlan("a")) if f.id == "os.kernel")
-    assert ("in WSL2" in system.text) == (not is_set)
+    monkeypatch.setattr(metadata, "version", {"torch": version}.__getitem__)
+    added = rank_defaults(device="cuda", nproc=1, interface=None, environ={})
+    assert added.get("PYTORCH_ALLOC_CONF") == options
+    monkeypatch.undo()
     for own in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         assert rank_defaults(device="cuda", nproc=1, interface=None, environ={own: "x"}) == {}
+
+
+@each(("6.1.0-microsoft-standard-WSL2", True), ("6.1.0", False))
+def test_the_check_names_wsl(release, is_named, *, monkeypatch):
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release=release))
+    (system,) = (f for f in machine(NodePlan("a")) if f.id == "os.kernel")
+    assert ("in WSL2" in system.text) == is_named

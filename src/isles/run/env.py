@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -361,6 +362,9 @@ def take_sky_start() -> SkyStart:
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The variable of torch's allocator, and its older name."""
 
+_ROUNDS_ON_REQUEST = (2, 13)
+"""torch 2.13 has `pinned_max_round_threshold_mb` (c10/core/AllocatorConfig.h)."""
+
 
 def rank_defaults(
     *, device: str, nproc: int, interface: str | None, environ: Mapping[str, str] = os.environ
@@ -375,8 +379,7 @@ def rank_defaults(
         # Without it every rank starts a thread per core, and the ranks compete for the cores.
         added["OMP_NUM_THREADS"] = str(max(1, usable_cores(environ) // nproc))
     if device == "cuda" and not is_wsl() and not set(_ALLOCATOR) & set(environ):
-        # Rows of many widths would leave memory in pieces that fit no other width.
-        added[_ALLOCATOR[0]] = "expandable_segments:True"
+        added[_ALLOCATOR[0]] = _allocator_options()
     if interface is not None:
         added["GLOO_SOCKET_IFNAME"] = interface
         added["NCCL_SOCKET_IFNAME"] = interface
@@ -385,6 +388,25 @@ def rank_defaults(
         for key, value in added.items()
         if key not in environ or (key == "OMP_NUM_THREADS" and _is_set_by_pbs(environ))
     }
+
+
+def _allocator_options() -> str:
+    # Rows of many widths would leave memory in pieces that fit no other width.
+    options = "expandable_segments:True"
+    # torch rounds each pinned tensor up to a power of two: an offloaded matrix of 768 MiB takes
+    # 1 GiB. An older torch may not know the option, and would refuse to start.
+    if _torch_version() >= _ROUNDS_ON_REQUEST:
+        options += ",pinned_max_round_threshold_mb:1"
+    return options
+
+
+def _torch_version() -> tuple[int, ...]:
+    # Of the files, because the control wing does not import torch.
+    try:
+        numbers = metadata.version("torch").split(".")[:2]
+    except metadata.PackageNotFoundError:
+        return ()
+    return tuple(int(number) for number in numbers)
 
 
 def is_wsl() -> bool:

@@ -26,7 +26,7 @@ _SYS = Path("/sys")
 _MMAP_THRESHOLD = -3
 """M_MMAP_THRESHOLD of malloc.h."""
 
-_MAPPED_BYTES = 2**20
+_MAPPED_BYTES = 2**16
 """Smallest block that `map_large_blocks` lets glibc allocate with mmap."""
 
 
