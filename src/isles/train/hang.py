@@ -33,7 +33,7 @@ from isles.errors import ExitCode
 from isles.facts.units import format_duration
 from isles.run.env import RankEnv
 from isles.run.hang import Frame, Hang, RankPosition, collective_in, find_hang, place_in_words
-from isles.run.live import StacksRequests, Tell
+from isles.run.live import StacksRequests
 from isles.run.outcome import end_without_agent, error_record
 from isles.run.paths import Attempt
 from isles.run.records import read_record, write_record, write_text_atomic
@@ -118,8 +118,6 @@ class Watchdog:
         connect: returns the ranks' store; called again after a failure.
         is_gpu: whether this rank computes on a GPU.
         saving_moved_at: returns when a save last made progress, by `clock`.
-        tell: called each second with the message for this node's agent; None without an agent.
-        figures: returns further values for that message; any thread may call it.
     """
 
     def __init__(
@@ -134,10 +132,7 @@ class Watchdog:
         *,
         is_gpu: bool,
         saving_moved_at: Callable[[], float],
-        tell: Tell | None = None,
-        figures: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        self._tell, self._figures = tell, figures
         self._requests = StacksRequests(attempt) if env.rank == 0 else None
         self._viewed: tuple[float, int, float] | None = None
         self._config = config
@@ -170,29 +165,14 @@ class Watchdog:
             except Exception:  # a thread's top level: no bug in here may end a run
                 log.exception("the watchdog failed; the run continues without it")
                 break
-            self._in_background(self._show)
-            self._in_background(self._view)
+            try:
+                self._view()
+            except (OSError, RuntimeError) as error:  # from a disk, or torch's store
+                log.debug("%s", error)
+            except Exception:  # a watcher must not stop the watchdog
+                log.exception("this rank no longer answers with its stacks; the run continues")
+                self._requests = self._viewed = None
         self._store = None
-
-    def _in_background(self, work: Callable[[], None]) -> None:
-        # For watchers: an error here must not stop the watchdog.
-        try:
-            work()
-        except (OSError, RuntimeError) as error:  # from a disk, the agent, or torch's store
-            log.debug("%s", error)
-        except Exception:
-            log.exception("this rank no longer reports its status; the run continues")
-            self._tell = self._requests = self._viewed = None
-
-    def _show(self) -> None:
-        # Send this rank's position to the agent.
-        if self._tell is None:
-            return
-        moment, steps = self._clock.moment, self._clock.steps
-        stage_s = round(self._clock.now() - moment.stage_since, 3)
-        place = {"restart": self._env.restart, "step": moment.step, "phase": moment.phase}
-        place |= {"stage": moment.stage, "stage_s": stage_s, "step_s": steps[-1] if steps else None}
-        self._tell({**place, **self._figures()})
 
     def _view(self) -> None:
         # On rank 0: collect the stacks of all ranks when a user asks for them, and write them.
@@ -401,8 +381,6 @@ def watching(
     world: World,
     recorder: Recorder,
     saving_moved_at: Callable[[], float],
-    tell: Tell | None,
-    figures: Callable[[], dict[str, Any]],
 ) -> Iterator[None]:
     """Watch the steps within; see `Watchdog`. All ranks must call this."""
     ranks = world.gather((world.host, uuid.uuid4().hex))
@@ -416,8 +394,6 @@ def watching(
         recorder,
         is_gpu=world.device.type == "cuda",
         saving_moved_at=saving_moved_at,
-        tell=tell,
-        figures=figures,
     )
     watchdog.start()
     try:

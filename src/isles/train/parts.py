@@ -23,7 +23,7 @@ from isles.data.loader import Loader, evaluation_batches
 from isles.data.mix import Dataset
 from isles.data.stream.samples import PassedError
 from isles.dist.mesh import Mesh
-from isles.dist.world import World, gpu_bytes
+from isles.dist.world import World
 from isles.errors import TrainingError
 from isles.outer.samples import joined
 from isles.run.manifest import MANIFEST_VERSION
@@ -105,22 +105,6 @@ class Parts:
             checkpoint_step=self.checkpoints.last_step,
             checkpoint_at=self.checkpoints.last_at,
         )
-
-    def shown(self) -> dict[str, Any]:
-        """Values that watchers see next to this rank's stage. Never waits for a GPU; any thread may
-        call."""
-        split, dp_rank, device = self.loader.split, self.mesh.dp_rank, self.world.device
-        found: dict[str, Any] = {
-            "rows": split.rows[dp_rank],
-            "micro_batch": split.micro_batch_sizes[dp_rank],
-        }
-        found |= {"parts": self.meter.parts, "device": self.world.device_name, "gpu": None}
-        if device.type == "cuda":
-            held = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
-            total = gpu_bytes(device)
-            found |= {"gpu": device.index, "memory_bytes": held["current"]}
-            found |= {"peak_bytes": held["peak"], "limit_bytes": total}
-        return found
 
     def rebalance(self, num_samples: int) -> None:
         """Rebalance the rows if ranks have become faster or slower. All ranks must call this.

@@ -39,6 +39,7 @@ from isles.train.products import fp32_products
 from isles.train.record import Recorder, check_outside
 from isles.train.remote import find_checkpoint_to_load, finish_copy
 from isles.train.stop import StopBeforeTraining, StopSignals
+from isles.train.telemetry import sending
 
 log = logging.getLogger(__name__)
 
@@ -128,16 +129,10 @@ def _train(
     signals.training_begins()
     recorder.step_done(parts.progress.step)
     recorder.phase("training")
-    with watching(
-        parts.meter.clock,
-        parts.config,
-        attempt,
-        env,
-        world,
-        recorder,
-        lambda: parts.checkpoints.moved_at,
-        tell,
-        parts.shown,
+    clock, checkpoints = parts.meter.clock, parts.checkpoints
+    with (
+        watching(clock, parts.config, attempt, env, world, recorder, lambda: checkpoints.moved_at),
+        sending(parts, env.restart, tell),
     ):
         try:
             code = ExitCode(finish_together(parts)) or train(parts)
