@@ -18,7 +18,7 @@ from isles.config.sections.outer import CodecConfig
 from isles.errors import ConfigErrors, ExitCode
 from isles.facts.models import load_shape
 from isles.outer.average import average_size
-from isles.outer.client import http, session
+from isles.outer.client import http, meeting, session
 from isles.outer.codec import Codec, parse_codec
 from isles.outer.hub import rules
 from isles.outer.layout import make_layout
@@ -111,7 +111,7 @@ def test_schedule_and_constants_are_those_of_the_trainer() -> None:
         (protocol.OPEN_STEPS, rules.Settings().open_rounds),
         (protocol.KEPT_AVERAGES, rules.Settings().keep_averages),
         (protocol.AHEAD, session._AHEAD),
-        (protocol.ON_THE_WIRE, session._ON_THE_WIRE),
+        (protocol.ON_THE_WIRE, meeting._ON_THE_WIRE),
         (protocol.CHUNK_BYTES, CHUNK_BYTES),
         (protocol.CHUNKS_AT_ONCE, http._AT_ONCE),
         (protocol.LAST_WAIT_S, outer._LAST_WAIT_S),
