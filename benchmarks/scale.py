@@ -15,7 +15,6 @@ from common import make_parser, print_figures
 
 from isles.config.sections.outer import CodecConfig, CodecName
 from isles.facts.models import load_shape
-from isles.plan.simulate.capacity import capacity, with_hubs
 from isles.plan.simulate.engine import simulate
 from isles.plan.simulate.fleet import FailuresConfig, FleetConfig, GroupConfig, HubConfig
 from isles.plan.simulate.setting import CODEC_COSTS, SimulationSettings
@@ -39,7 +38,7 @@ def bar(part: float, width: int = 30) -> str:
 
 
 def clusters(points: int | None) -> dict[str, float]:
-    """Homes that train 150M parameters; one hub of 10 Gbit/s, and a second level of such hubs."""
+    """Homes that train 150M parameters; one hub of 10 Gbit/s."""
     fragments = fragment_numbers(llama_sizes(load_shape("llama-150m")), 4)
     setting = SimulationSettings("homes", tuple(fragments), 32_768, 500, CodecConfig(), delay=20)
     setting = replace(setting, deadline_s=_NEVER_S)
@@ -48,7 +47,7 @@ def clusters(points: int | None) -> dict[str, float]:
     print(
         f"{setting.parameters / 1e6:.0f}M parameters, {step_s:.2f} s a step, 100 Mbit/s at home; "
         "each fails once in ten days\n"
-        "clusters   one hub  outer step s  stale  hubs  two levels  outer step s  stale"
+        "clusters   goodput  outer step s  stale"
     )
     found = {}
     for count in COUNTS[:points]:
@@ -60,29 +59,20 @@ def clusters(points: int | None) -> dict[str, float]:
             failures=FailuresConfig(every=864_000.0, lasts=180.0),
         )
         fleet = FleetConfig(clusters=(group,), hub=hub)
-        limits = capacity(fleet, setting)
         one = simulate(fleet, setting, rounds=_OUTER_STEPS)
-        hubs = max(2, limits.hubs, math.isqrt(count))
-        two = simulate(with_hubs(fleet, hubs), setting, rounds=_OUTER_STEPS)
-        mark = " " if count <= limits.first.clusters else "!"
         print(
-            f"{count:>8}{one.goodput:>9.1%}{mark}{one.usual_outer_s:>13.1f}{one.stale_steps:>7.0f}"
-            f"{hubs:>6}{two.goodput:>12.1%}{two.usual_outer_s:>14.1f}{two.stale_steps:>7.0f}  "
-            f"{bar(two.goodput, 20)}",
+            f"{count:>8}{one.goodput:>10.1%}{one.usual_outer_s:>14.1f}{one.stale_steps:>7.0f}  "
+            f"{bar(one.goodput, 20)}",
             flush=True,
         )
         found[str(count)] = round(one.goodput, 4)
-        found[f"{count}_two_levels"] = round(two.goodput, 4)
-    print(f"! more than one hub carries: {limits.first.clusters}, for {limits.first.what}")
-    for limit in limits.limits:
-        print(f"{limit.clusters:>9}  {limit.what}")
     return found
 
 
 def parameters(points: int | None) -> dict[str, float]:
     """Sixteen sites of eight H100 with a link of 1 Gbit/s each; a hub of 10 Gbit/s."""
     codecs: tuple[CodecName, ...] = ("none", "int8", "int4", "topk")
-    print("parameters    step s" + "".join(f"{codec:>9}" for codec in codecs) + "   a hub carries")
+    print("parameters    step s" + "".join(f"{codec:>9}" for codec in codecs))
     found = {}
     for name, numbers in list(PARAMETERS.items())[:points]:
         group = GroupConfig(
@@ -111,11 +101,9 @@ def parameters(points: int | None) -> dict[str, float]:
             )
             row.append(simulate(fleet, setting, rounds=_OUTER_STEPS).goodput)
             found[f"{name}_{codec}"] = round(row[-1], 4)
-            if codec == "int8":
-                limits = capacity(fleet, setting)
         cells = "".join(f"{part:>9.1%}" for part in row)
         print(
-            f"{name:>10}{group.step:>10.3g}{cells}   {limits.first.clusters}: {limits.first.what}",
+            f"{name:>10}{group.step:>10.3g}{cells}",
             flush=True,
         )
     return found
@@ -132,7 +120,10 @@ def speed(points: int | None) -> dict[str, float]:
             spread=0.05,
             failures=FailuresConfig(every=864_000.0, lasts=120.0),
         )
-        hub = HubConfig(uplink=10 * _GBIT, downlink=10 * _GBIT, hubs=math.isqrt(count))
+        # A hub that grows with the fleet, so that it does not slow the clusters down.
+        times = math.isqrt(count)
+        rate = 10 * _GBIT * times
+        hub = HubConfig(uplink=rate, downlink=rate, cpu=float(times))
         setting = SimulationSettings(
             "speed", tuple(equal_fragments(150_000_000, 4)), 32_768, 500, CodecConfig(), delay=20
         )

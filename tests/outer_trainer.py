@@ -17,6 +17,7 @@ from torch import Tensor
 from isles.config.sections.outer import DiLoCoConfig
 from isles.dist.world import join_world, leave_world
 from isles.outer.average import combine
+from isles.outer.client.api import HubMeeting
 from isles.outer.client.client import HubClient
 from isles.outer.cluster import Cluster
 from isles.outer.codec import Codec, parse_codec
@@ -110,8 +111,8 @@ class Trainer:
             pieces=[self.layout.piece_counts(fragment) for fragment in range(fragments)],
             outer_params=self.exchange.outer_params(),
         )
-        files = {"join_file": Path(options["join"]), "spool": folder / f"spool-{name}"}
-        self.link = HubClient(join, **files, note=self.note, **options.get("link", {}))
+        link = {"meeting": HubMeeting(Path(options["join"])), **options.get("link", {})}
+        self.link = HubClient(join, spool=folder / f"spool-{name}", note=self.note, **link)
         self.exchange.hub = self.link
 
     def note(self, text: object) -> None:

@@ -209,7 +209,7 @@ def plan(
         json: Print JSON.
         apply: Write the first change that makes the run fit into the run file.
         details: Show each phase, each memory-saving option and each strategy.
-        simulate: Simulate the clusters: goodput, idle time, traffic and better settings.
+        simulate: Simulate the clusters: goodput, idle time and traffic.
         fleet: With --simulate, a file with other clusters, speeds, links and failures.
         hours: With --simulate, the longest simulated time. If omitted, to the last step or 24.
         seed: With --simulate, the random seed.

@@ -8,6 +8,7 @@ from typing import Any
 
 from isles.errors import CommunicationError
 from isles.outer.hivemind import HivemindSettings
+from isles.outer.hivemind.host import HivemindMeeting
 from isles.run.join_line import JoinLine, ask_hub
 from tests.outer_trainer import Clusters
 
@@ -25,7 +26,7 @@ class Swarm(Clusters):
             run="test", rules=rules, initial_peers=self.first, secret_file=str(file)
         )
         # A turn takes long enough to be hit.
-        link = {"heartbeat_s": 0.5, "max_bytes_per_s": 5e5, "hivemind": settings}
+        link = {"heartbeat_s": 0.5, "max_bytes_per_s": 5e5, "meeting": HivemindMeeting(settings)}
         super().start(name, scale=8, link=link, **options)
         if not self.first:
             place = self.place(name) / "initial_peers"

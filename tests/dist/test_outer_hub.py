@@ -26,7 +26,7 @@ from isles.errors import CommunicationError
 from isles.monitor.live.readers import reader_of
 from isles.outer import messages
 from isles.outer.body import read_body
-from isles.outer.client.api import HubApi
+from isles.outer.client.api import HubApi, HubMeeting
 from isles.outer.client.client import HubClient
 from isles.outer.client.http import HubRefusal
 from isles.outer.hub import __main__ as hub
@@ -87,7 +87,7 @@ async def until_it(condition: Callable[[], object]) -> None:
 async def cluster_of(folder: Path, line: JoinLine, **more: Any) -> AsyncIterator[HubClient]:
     """The client of a cluster a that does not train, with a thread of its own."""
     write_secret(folder / "join", line.secret_text())
-    own = {"join_file": folder / "join", "spool": folder / "spool", "note": str, **more}
+    own = {"meeting": HubMeeting(folder / "join"), "spool": folder / "spool", "note": str, **more}
     client = HubClient(join("a", 4), **own)
     try:
         yield client

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from isles.outer.bucket import BucketSettings
+from isles.outer.bucket.api import BucketMeeting
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.samples import SampleLeases
 from isles.run.objects import StoreError, open_store, probe
@@ -110,7 +111,7 @@ def test_a_straggler_applies_what_it_missed_and_a_newcomer_takes_the_state(tmp_p
 def in_bucket(folder: Path, url: str, **rules: Any) -> Clusters:
     """Clusters that share a bucket."""
     settings = BucketSettings(url=url, rules={"min_clusters": 2, "dead_after_s": 4.0, **rules})
-    return Clusters(folder, link={"heartbeat_s": 0.5, "bucket": settings})
+    return Clusters(folder, link={"heartbeat_s": 0.5, "meeting": BucketMeeting(settings)})
 
 
 def test_clusters_meet_in_a_bucket_and_a_killed_one_comes_back(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def end_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, look: Callable[...,
         now += look(looks, rank0.line) or timeout_s
 
     rank0.line.wait, rank0.line.report = wait, lambda **progress: None
-    for module in ("trainer.outer", "client.session"):
+    for module in ("trainer.outer", "client.meeting"):
         clock = SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter)
         monkeypatch.setattr(f"isles.outer.{module}.time", clock)
     world = SimpleNamespace(broadcast=lambda value: value, gather=lambda value: [value])

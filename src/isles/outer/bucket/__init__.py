@@ -2,7 +2,7 @@
 
 Every cluster applies the hub's rules (`hub/core.py`) to one memory in the bucket
 (`isles.run.objects`). `chain.py` keeps the memory, `replica.py` does the hub's own work, and
-`api.py` has the requests of rank 0's client (like `client/api.py` for a hub). Open `chain.py`
+`api.py` has the requests of rank 0's client (a `Meeting` of `client/meeting.py`). Open `chain.py`
 first.
 """
 

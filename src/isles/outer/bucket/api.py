@@ -35,6 +35,7 @@ from isles.outer.bucket.replica import (
     state_place,
 )
 from isles.outer.client.http import DeadlineError, RateLimit
+from isles.outer.client.meeting import ClientState, ClusterApi, Meeting
 from isles.outer.client.sizes import average_fault, state_fault
 from isles.outer.client.spool import Spool
 from isles.outer.hub.files import average_norm, norm_of
@@ -70,8 +71,8 @@ _CODED = 1.1
 """Largest ratio of an average's norm to its contributions' norms: the average is encoded again."""
 
 
-class BucketApi:
-    """The requests of one cluster; for one event loop. Methods as in `HubApi`.
+class BucketApi(ClusterApi):
+    """The requests of one cluster; for one event loop. Methods as in `ClusterApi`.
 
     Args:
         name: name of this cluster.
@@ -444,3 +445,39 @@ class BucketApi:
             await self._refuse_state(answer, why)
             return False
         return True
+
+
+class BucketMeeting(Meeting):
+    """A bucket, without a hub."""
+
+    refuser, they_are = "bucket", "the bucket is"
+
+    def __init__(self, settings: BucketSettings) -> None:
+        self._settings = settings
+        self._api: BucketApi | None = None
+
+    async def open(self, client: ClientState) -> BucketApi:
+        if self._api is None:
+
+            def show(shown: dict[str, Any]) -> None:
+                client.state.shown = shown
+
+            self._api = BucketApi(
+                self._settings,
+                client.first_join.id,
+                client.first_join.name,
+                client.spool,
+                up=client.up,
+                down=client.down,
+                report=client.report,
+                show=show,
+            )
+        return self._api
+
+    def check(self) -> None:
+        if self._api is not None:
+            self._api.check()
+
+    async def close(self, *, waits: bool) -> None:
+        if self._api is not None:
+            self._api.close()

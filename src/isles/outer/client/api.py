@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from isles.errors import ConfigError
 from isles.outer.client.http import DeadlineError, HubConnection, HubRefusal, RateLimit
+from isles.outer.client.meeting import ClientState, ClusterApi, Meeting, RejoinError
 from isles.outer.client.sizes import average_fault, state_fault
 from isles.outer.messages import (
     Answer,
@@ -42,7 +45,7 @@ _AGAIN_S = 1.0
 _SEAL_S = 300.0
 
 
-class HubApi:
+class HubApi(ClusterApi):
     """The requests of one cluster; for one event loop.
 
     Each method has a deadline in seconds. It raises `HubRefusal` if the hub refuses, and
@@ -278,6 +281,32 @@ class HubApi:
             fix = "install the same version of isles on both machines; if the versions are equal, "
             fix += "do not trust the hub"
             raise HubRefusal("protocol", fault, where=str(self.channel.line), fix=fix)
+
+
+class HubMeeting(Meeting):
+    """A hub that runs separately.
+
+    Args:
+        join_file: file with the join line (mode 0600), read for each session.
+    """
+
+    refuser, they_are = "hub", "the hub is"
+
+    def __init__(self, join_file: Path) -> None:
+        self._join_file = join_file
+        self._line: JoinLine | None = None
+
+    async def open(self, client: ClientState) -> HubApi:
+        self._line = JoinLine.read(self._join_file)
+        return HubApi(self._line, client.first_join.id, up=client.up, down=client.down)
+
+    def check(self) -> None:
+        with suppress(ConfigError):
+            if JoinLine.read(self._join_file) != self._line:
+                raise RejoinError("there is a new join line")
+
+    async def close(self, *, waits: bool) -> None:
+        pass
 
 
 def _now() -> float:

@@ -20,26 +20,17 @@ from typing import Any, Concatenate, ParamSpec
 
 from isles.errors import CommunicationError, ConfigError, MissingDependencyError
 from isles.outer.average import combine
-from isles.outer.bucket import BucketSettings
-from isles.outer.bucket.api import BucketApi
-from isles.outer.client.api import HubApi
 from isles.outer.client.http import WHO_IS_THERE, HubRefusal
-from isles.outer.client.session import JOIN_AGAIN, ClientState, HubState, RejoinError, Session
+from isles.outer.client.meeting import ClientState, HubState, Meeting, RejoinError
+from isles.outer.client.session import JOIN_AGAIN, Session
 from isles.outer.client.spool import Spool
-from isles.outer.hivemind import HivemindSettings
 from isles.outer.layout import FragmentLayout
 from isles.outer.messages import Apply, Command, End, Join, Lease, Pending
-from isles.run.join_line import JoinLine
 
 log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 
-_KEPT_AVERAGES = 8
-"""Engine hivemind: number of averages that stay for clusters that missed them."""
-_PEERS_END_S = 15.0
-"""Engine hivemind: seconds until others have left the hub hosted here, and the daemon has
-exited."""
 _PATIENCE_S, _LOOK_S, _CLOSE_S = 90.0, 2.0, 10.0
 _PAUSE_S, _LONGEST_PAUSE_S, _HEALTHY_S = 0.5, 2.0, 20.0
 _WILL_PASS = {"name_taken", "full"}
@@ -169,25 +160,6 @@ class SingleCluster(OuterLink):
             self.emit(End(0))
 
 
-def _open_bucket(settings: BucketSettings, client: ClientState) -> BucketApi:
-    client.they_are = "the bucket is"
-
-    def show(shown: dict[str, Any]) -> None:
-        client.state.shown = shown
-
-    join = client.first_join
-    return BucketApi(
-        settings,
-        join.id,
-        join.name,
-        client.spool,
-        up=client.up,
-        down=client.down,
-        report=client.report,
-        show=show,
-    )
-
-
 def in_loop(
     method: Callable[Concatenate[HubClient, P], None],
 ) -> Callable[Concatenate[HubClient, P], None]:
@@ -209,41 +181,31 @@ class HubClient(OuterLink):
 
     Args:
         join: the cluster's join request; the client keeps it up to date.
-        join_file: file with the join line (mode 0600); engine hivemind writes its own.
+        meeting: where the clusters meet.
         spool: a folder of this cluster, kept over attempts, for contributions and averages in
             transfer.
         note: prints lines for the user; called in the thread.
         max_bytes_per_s: limit on uploads, and on downloads, on the wire; 0: no limit.
         heartbeat_s: seconds between two heartbeats.
         shows: returns what this cluster shows to people through the hub; see `isles.run.relay`.
-        hivemind: settings if one of the clusters hosts the hub; None: the hub runs separately.
-        bucket: settings if the clusters meet in a bucket, without a hub.
     """
 
     def __init__(
         self,
         join: Join,
         *,
-        join_file: Path,
+        meeting: Meeting,
         spool: Path,
         note: Callable[[str], None],
         max_bytes_per_s: float = 0.0,
         heartbeat_s: float = 2.0,
         shows: Callable[[], str] = lambda: "",
-        hivemind: HivemindSettings | None = None,
-        bucket: BucketSettings | None = None,
     ) -> None:
-        self._more_s = 0.0 if hivemind is None else _PEERS_END_S
-        kept = 0 if hivemind is None else _KEPT_AVERAGES
-        files = Spool.of(spool, join.pieces, join.version, kept)
-        self._client = ClientState(join, files, self.emit, note, max_bytes_per_s, shows)
+        files = Spool.of(spool, join.pieces, join.version, meeting.kept_averages)
+        they_are = meeting.they_are
+        self._client = ClientState(join, files, self.emit, note, max_bytes_per_s, shows, they_are)
         super().__init__(files, self._client.state)
-        self._join_file, self._heartbeat_s, self._hivemind = join_file, heartbeat_s, hivemind
-        if hivemind is not None:
-            self._client.they_are = "the other clusters are"
-        self._bucket: BucketApi | None = None
-        if bucket is not None:
-            self._bucket = _open_bucket(bucket, self._client)
+        self._meeting, self._heartbeat_s = meeting, heartbeat_s
         self._session: Session | None = None
         self._left: tuple[bool, bool] | None = None
         self._refused_at: float | None = None
@@ -305,7 +267,7 @@ class HubClient(OuterLink):
 
     def close(self, *, leaves: bool = True, has_finished: bool = False) -> None:
         self._leave(leaves and self.state.is_connected, has_finished)
-        self._thread.join(_CLOSE_S + self._more_s)
+        self._thread.join(_CLOSE_S + self._meeting.close_s)
         if self._thread.is_alive():
             with suppress(RuntimeError):
                 self.loop.call_soon_threadsafe(self._task.cancel)
@@ -345,14 +307,11 @@ class HubClient(OuterLink):
                     await asyncio.wait_for(self._leaving.wait(), pause_s)
                     return
         finally:
-            if self._client.node is not None:
-                leaves, has_finished = self._left or (False, False)
-                await self._client.node.close(waits=leaves and has_finished)
-            if self._bucket is not None:
-                self._bucket.close()
+            leaves, has_finished = self._left or (False, False)
+            await self._meeting.close(waits=leaves and has_finished)
 
     def _is_final(self, error: BaseException) -> bool:
-        client, node = self._client, self._client.node
+        client, meeting = self._client, self._meeting
         if isinstance(error, HubRefusal) and error.kind in _WILL_PASS:
             self._refused_at = self._refused_at or time.monotonic()
         refused_s = time.monotonic() - (self._refused_at or time.monotonic())
@@ -362,20 +321,19 @@ class HubClient(OuterLink):
             case HubRefusal() if error.kind in JOIN_AGAIN or error.kind == "early":
                 # early: a hub that is gone committed it, and this hub does not know it.
                 log.info("rejoining: %s", error.what)
-            case HubRefusal() if error.kind == "ahead" and node is not None:
-                node.knows_more()
+            case HubRefusal() if error.kind == "ahead" and meeting.can_move_here():
+                pass
             case HubRefusal() if (error.kind in _WILL_PASS and refused_s < _PATIENCE_S) or (
                 error.kind in WHO_IS_THERE and client.state.is_joined
             ):
-                client.is_lost(error.what)
+                client.is_lost(meeting.explain(error.what))
             case HubRefusal() | ConfigError() | MissingDependencyError():
-                who = "hub" if self._bucket is None else "bucket"
-                what = f"the {who} refuses this cluster: {error.what}; {error.fix}"
+                what = f"the {meeting.refuser} refuses this cluster: {error.what}; {error.fix}"
                 client.report(what, warns=True)
                 client.state.refusal = error
                 return True
             case CommunicationError():
-                client.is_lost(error.what)
+                client.is_lost(meeting.explain(error.what))
             case _:
                 what = "the hub client failed"
                 log.error(what, exc_info=error)
@@ -387,18 +345,10 @@ class HubClient(OuterLink):
         client = self._client
         self._begin_anew.clear()
         try:
-            if self._hivemind is not None:
-                await self._begin_node(self._hivemind)
-            line, id = None, client.first_join.id
-            api: HubApi | BucketApi
-            if self._bucket is not None:
-                api = self._bucket
-            else:
-                line = JoinLine.read(self._join_file)
-                api = HubApi(line, id, up=client.up, down=client.down)
-            async with api, asyncio.TaskGroup() as group:
-                group.create_task(self._watch(line))
-                session = Session(client, api, group, self._heartbeat_s)
+            api = await self._meeting.open(client)
+            async with api as requests, asyncio.TaskGroup() as group:
+                group.create_task(self._watch())
+                session = Session(client, self._meeting, requests, group, self._heartbeat_s)
                 group.create_task(self._end(session))
                 await session.join()
                 self._session, self._refused_at = session, None
@@ -412,27 +362,10 @@ class HubClient(OuterLink):
         finally:
             self._session = None
 
-    async def _begin_node(self, settings: HivemindSettings) -> None:
-        client = self._client
-        if client.node is None:
-            from isles.outer.hivemind.host import Node
-
-            name, folder = client.first_join.name, self._spool.folder / "hivemind"
-            client.node = Node(settings, name, folder, self._spool, client.report)
-            self._join_file = await client.node.listen()
-        client.node.begin()
-
-    async def _watch(self, line: JoinLine | None) -> None:
-        # Rejoin if the join line has changed; detect failures of hivemind's part.
+    async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_S)
-            with suppress(ConfigError):
-                if line is not None and JoinLine.read(self._join_file) != line:
-                    raise RejoinError("there is a new join line")
-            if self._client.node is not None:
-                self._client.node.check()
-            if self._bucket is not None:
-                self._bucket.check()
+            self._meeting.check()
 
     async def _end(self, session: Session) -> None:
         await self._leaving.wait()

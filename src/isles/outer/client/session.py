@@ -13,27 +13,21 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
-from isles.errors import CommunicationError, UserError
-from isles.facts.units import format_duration, printable
-from isles.outer.bucket.api import BucketApi
-from isles.outer.client.api import HubApi
-from isles.outer.client.http import DeadlineError, HubRefusal, RateLimit
-from isles.outer.client.spool import Spool
+from isles.errors import CommunicationError
+from isles.facts.units import printable
+from isles.outer.client.http import DeadlineError, HubRefusal
+from isles.outer.client.meeting import LONGEST, ClientState, ClusterApi, Meeting, RejoinError
 from isles.outer.messages import (
     Adopt,
     Apply,
-    Command,
     End,
     Heartbeat,
     HeartbeatAnswer,
-    Join,
     Lease,
     Pending,
     Reset,
@@ -56,120 +50,15 @@ _SHOW_EVERY_S = 5.0
 _LOOK_AGAIN_S = 5.0
 _WAIT_S = 60.0
 """Seconds until the user is told which cluster holds up an average or a state."""
-_LONGEST = 2000
-"""Limit of a note, in characters."""
 _MOST_REFUSED = 64
 """Maximum number of refused clusters recorded per round."""
 _AHEAD = 4
 """Maximum number of averages stored here that have not been applied."""
-_ON_THE_WIRE = 1.05
-"""Bytes on the wire per byte of a file: TLS, HTTP and TCP add theirs."""
 
 JOIN_AGAIN = {"unknown", "gone"}
 """Refusals of a hub that has forgotten this cluster, or lacks one of its averages."""
 _LEFT_OUT = {"late", "refused", "behind"}
 """Refusals of one contribution, which stays out of the average."""
-
-
-@dataclass(slots=True)
-class HubState:
-    """Known state of the hub. The client's thread writes it, rank 0 reads it.
-
-    Args:
-        members: the clusters that take part now, this one included.
-        sync_every: inner steps per round that the slowest link of all needs; 0: unknown.
-        is_joined: whether the hub has accepted this cluster.
-        is_behind: whether the outer parameters here differ from the run's; `Adopt` will come.
-        decided: outer steps that were decided before this cluster joined, without its part.
-        closing: an outer step that will be closed without this cluster, and the seconds left.
-        refusal: the hub refuses this cluster for good.
-        lost_at: start of the time without answers of the hub, by `time.monotonic`; None: it
-            answers.
-        why: the last report.
-        shown: engine bucket: what all clusters show to people, in the form of a hub.
-    """
-
-    members: tuple[str, ...] = ()
-    sync_every: int = 0
-    is_connected: bool = False
-    is_joined: bool = False
-    is_behind: bool = False
-    decided: int = 0
-    closing: tuple[int, float] | None = None
-    refusal: UserError | None = None
-    lost_at: float | None = None
-    why: str = ""
-    shown: dict[str, Any] = field(default_factory=dict)
-    sent_bytes: int = 0
-    received_bytes: int = 0
-
-    def is_away_for(self, seconds: float) -> bool:
-        """True if the hub has not answered for this long, or refuses this cluster."""
-        since = self.lost_at
-        is_long = since is not None and time.monotonic() - since >= seconds
-        return is_long or self.refusal is not None
-
-
-class RejoinError(Exception):
-    """Ends a session; the next may begin immediately."""
-
-
-class ClientState:
-    """State of the client over all sessions: contributions, averages, and its view of the hub."""
-
-    def __init__(
-        self,
-        join: Join,
-        spool: Spool,
-        emit: Callable[[Command], None],
-        note: Callable[[str], None],
-        max_bytes_per_s: float,
-        shows: Callable[[], str] = lambda: "",
-    ) -> None:
-        self.shows = shows
-        self.first_join, self.spool, self.emit, self._note = join, spool, emit, note
-        self.state = HubState()
-        self.progress: dict[str, Any] = {"step": 0}
-        """Fields of the next heartbeat."""
-        self.up = RateLimit(max_bytes_per_s / _ON_THE_WIRE)
-        self.down = RateLimit(max_bytes_per_s / _ON_THE_WIRE)
-        self.outer_params = list(join.outer_params)
-        self.holding = joined(join.holding)
-        """Samples of this cluster that are in no average."""
-        self.pending: dict[int, Pending] = {}
-        self.delivered = join.version
-        """Averages given to rank 0."""
-        self.wanted: list[int] = []
-        self.reset_reason = self.reset_done = ""
-        self.node: Any = None
-        """Engine hivemind: the node that leads to a hub in one of the clusters."""
-        self.they_are = "the hub is"
-
-    def note(self, text: str) -> None:
-        """Tell the user, shortened, because the hub may have chosen the text."""
-        self._note(printable(text, longest=_LONGEST))
-
-    def report(self, text: str, *, warns: bool = False) -> None:
-        """Report the state to the log, or to the user."""
-        text = self.state.why = printable(text, longest=_LONGEST)
-        if warns:
-            self.note(text)
-        else:
-            log.info("outer %s", text)
-
-    def is_lost(self, why: str) -> None:
-        if self.state.lost_at is None:
-            self.state.lost_at, self.state.is_connected = time.monotonic(), False
-            why = why if self.node is None else self.node.explain(why)
-            meanwhile = "training continues" if self.state.is_joined else "this cluster waits"
-            self.report(f"{self.they_are} unreachable, {meanwhile}: {why}", warns=True)
-            self.state.why = why
-
-    def is_found(self) -> None:
-        if self.state.lost_at is not None:
-            away = format_duration(time.monotonic() - self.state.lost_at)
-            self.state.lost_at, self.state.is_connected = None, True
-            self.note(f"{self.they_are} back after {away}")
 
 
 class Session:
@@ -178,11 +67,13 @@ class Session:
     def __init__(
         self,
         client: ClientState,
-        api: HubApi | BucketApi,
+        meeting: Meeting,
+        api: ClusterApi,
         group: asyncio.TaskGroup,
         heartbeat_s: float,
     ) -> None:
         self._client, self._api, self._group = client, api, group
+        self._meeting = meeting
         self._state, self._spool = client.state, client.spool
         self._name, self._heartbeat_s = client.first_join.name, heartbeat_s
         self._sending, self._leasing, self._reporting = (asyncio.Lock() for _ in range(3))
@@ -202,8 +93,7 @@ class Session:
         state.decided = 0 if is_behind else answer.outer_step
         state.is_behind = is_behind  # before `is_joined`: rank 0 reads both
         state.is_joined = state.is_connected = True
-        if client.node is not None:
-            client.node.has_joined()
+        self._meeting.has_joined()
         # Contributions are counted there, or come back with a refusal.
         sent = [span for pending in client.pending.values() for span in pending.samples]
         if lost := without(answer.lost, sent):
@@ -258,7 +148,7 @@ class Session:
                 if answer.command == "reset" and answer.command_reason == client.reset_done:
                     await self._api.reset_done(_HEARTBEAT_S)
             except DeadlineError as error:
-                client.is_lost(error.what)
+                client.is_lost(self._meeting.explain(error.what))
             else:
                 client.is_found()
             end = time.monotonic() + self._heartbeat_s
@@ -283,7 +173,7 @@ class Session:
         state.sync_every = answer.sync_every
         if tuple(answer.members) != state.members:
             state.members = tuple(answer.members)
-            log.info("outer clusters=%s", printable(",".join(state.members), longest=_LONGEST))
+            log.info("outer clusters=%s", printable(",".join(state.members), longest=LONGEST))
         state.closing = None
         for each in answer.open:
             is_missing = self._name in each.waits_for and each.outer_step not in client.pending
@@ -366,9 +256,8 @@ class Session:
             path = spool.average(outer_step)
             await self._fetch(answer, path)
             receive_s = time.monotonic() - started
-            if client.node is not None:
-                # With the hub in one of the clusters, its memory may be lost. So no average is
-                # applied before all living clusters have it.
+            if self._meeting.may_forget:
+                # No average is applied before all living clusters have it.
                 spool.note_answer(answer)
                 while not await self._api.held(outer_step, _WAIT_S):
                     pass

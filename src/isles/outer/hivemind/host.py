@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from isles.errors import CommunicationError
+from isles.outer.client.api import HubApi, HubMeeting
+from isles.outer.client.meeting import ClientState, Meeting
 from isles.outer.client.spool import Spool
 from isles.outer.hivemind import HivemindSettings
 from isles.outer.hivemind.dht import Body, Keys, PeerError, Peers, Reader, Tunnel, Writer
@@ -352,3 +354,46 @@ class Node:
         self._switch("", term)
         self._host, self._must_host = host, False
         self._inform("hivemind: this cluster hosts the hub")
+
+
+class HivemindMeeting(Meeting):
+    """A hub in one of the clusters, reached through this cluster's own `Node`."""
+
+    refuser, they_are = "hub", "the other clusters are"
+    kept_averages, close_s, may_forget = 8, 15.0, True
+
+    def __init__(self, settings: HivemindSettings) -> None:
+        self._settings = settings
+        self._node: Node | None = None
+        self._hub: HubMeeting | None = None
+
+    async def open(self, client: ClientState) -> HubApi:
+        if self._node is None:
+            name, folder = client.first_join.name, client.spool.folder / "hivemind"
+            self._node = Node(self._settings, name, folder, client.spool, client.report)
+        if self._hub is None:
+            self._hub = HubMeeting(await self._node.listen())
+        self._node.begin()
+        return await self._hub.open(client)
+
+    def check(self) -> None:
+        if self._hub is not None:
+            self._hub.check()
+        if self._node is not None:
+            self._node.check()
+
+    async def close(self, *, waits: bool) -> None:
+        if self._node is not None:
+            await self._node.close(waits=waits)
+
+    def has_joined(self) -> None:
+        if self._node is not None:
+            self._node.has_joined()
+
+    def can_move_here(self) -> bool:
+        if self._node is not None:
+            self._node.knows_more()
+        return self._node is not None
+
+    def explain(self, why: str) -> str:
+        return why if self._node is None else self._node.explain(why)

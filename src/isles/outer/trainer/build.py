@@ -16,7 +16,10 @@ from isles.config.sections.run import RunConfig
 from isles.dist.world import World
 from isles.errors import ConfigError, MissingDependencyError, TrainingError, not_installed
 from isles.outer.bucket import BucketSettings
+from isles.outer.bucket.api import BucketMeeting
+from isles.outer.client.api import HubMeeting
 from isles.outer.client.client import HubClient, OuterLink, SingleCluster
+from isles.outer.client.meeting import Meeting
 from isles.outer.client.spool import Spool
 from isles.outer.cluster import Cluster, Weights
 from isles.outer.codec import parse_codec
@@ -147,7 +150,7 @@ def _open_hub(
     outer, layout, spool = exchange.config, exchange.layout, run_dir.outer / "spool"
     pieces = [layout.piece_counts(fragment) for fragment in range(exchange.num_fragments)]
     run = config.name.removesuffix(f"-{exchange.name}")
-    hivemind = None
+    meeting: Meeting
     if outer.engine == "hivemind":
         if importlib.util.find_spec("hivemind") is None:
             raise MissingDependencyError(
@@ -156,9 +159,10 @@ def _open_hub(
                 fix="run pip install 'isles[hivemind]'",
             )
         given = (outer.hivemind or HivemindConfig()).model_dump()
-        hivemind = HivemindSettings(run=run, rules=outer.hub_settings, **given)
-    bucket = None
-    if outer.engine == "bucket":
+        from isles.outer.hivemind.host import HivemindMeeting
+
+        meeting = HivemindMeeting(HivemindSettings(run=run, rules=outer.hub_settings, **given))
+    elif outer.engine == "bucket":
         assert outer.url is not None
         if outer.url.startswith("s3") and (
             error := not_installed(
@@ -166,10 +170,11 @@ def _open_hub(
             )
         ):
             raise error
-        bucket = BucketSettings(url=f"{outer.url.rstrip('/')}/{run}", rules=outer.hub_settings)
+        url = f"{outer.url.rstrip('/')}/{run}"
+        meeting = BucketMeeting(BucketSettings(url=url, rules=outer.hub_settings))
         # Each cluster applies the rules by itself, so the rules must be equal.
         identity |= {f"outer: {key}": str(value) for key, value in outer.hub_settings.items()}
-    elif outer.engine == "hub" and not run_dir.join_line.exists():
+    elif not run_dir.join_line.exists():
         if outer.hub is not None or outer.min_clusters > 1:
             raise ConfigError(
                 "this cluster cannot reach the others, because it has no join line",
@@ -179,6 +184,8 @@ def _open_hub(
         log.warning("outer: %s not found, so this cluster averages alone", run_dir.join_line)
         files = Spool.of(spool, pieces, exchange.version, kept=0)
         return SingleCluster(layout, exchange.name, files, next_sample=exchange.samples.frontier)
+    else:
+        meeting = HubMeeting(run_dir.join_line)
     join = Join(
         id=exchange.member_id,
         name=exchange.name,
@@ -191,13 +198,11 @@ def _open_hub(
     )
     return HubClient(
         join,
-        join_file=run_dir.join_line,
+        meeting=meeting,
         spool=spool,
         note=recorder.note,
         max_bytes_per_s=outer.max_bytes_per_s,
         shows=functools.partial(pack, run_dir),
-        hivemind=hivemind,
-        bucket=bucket,
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from isles.config.sections.outer import DiLoCoConfig
 from isles.outer.client.client import OuterLink
-from isles.outer.client.session import HubState
+from isles.outer.client.meeting import HubState
 from isles.outer.client.spool import Spool
 from isles.outer.cluster import Cluster, CompletedStep
 from isles.outer.diloco import Mode

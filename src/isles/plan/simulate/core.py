@@ -38,10 +38,10 @@ class Core:
         self.fleet, self.setting, self.is_batched = fleet, setting, is_batched
         self.now = 0.0
         self.chance = random.Random(seed)
-        hub, hubs = fleet.hub, fleet.hub.hubs
-        self.hub = Hub(setting, hubs)
-        self.line_in = Line(hubs * min(hub.downlink, HUB_TAKES * hub.cpu))
-        self.line_out = Line(hubs * min(hub.uplink, HUB_GIVES * hub.cpu))
+        hub = fleet.hub
+        self.hub = Hub(setting)
+        self.line_in = Line(min(hub.downlink, HUB_TAKES * hub.cpu))
+        self.line_out = Line(min(hub.uplink, HUB_GIVES * hub.cpu))
         self.hub_costs = setting.costs.scaled(hub.cpu)
         self.marks = sorted(marks)
         self.marked: dict[tuple[str, int], tuple[float, float]] = {}
@@ -138,23 +138,13 @@ class Core:
         return numbers / member.group.costs.copy
 
     def average_s(self, outer_step: int, num_parts: int) -> float:
-        """Seconds of averaging at the hub until the average is on disk, at both levels of hubs."""
-        setting, costs, hubs = self.setting, self.hub_costs, self.fleet.hub.hubs
+        """Seconds of averaging at the hub until the average is on disk."""
+        setting, costs = self.setting, self.hub_costs
         fragment = outer_step % setting.num_fragments
         numbers = setting.fragments[fragment]
-        size = setting.average_bytes(fragment, num_parts)
-
-        def at_one(parts: int) -> float:
-            encode = 0.0 if setting.codec.kind == "topk" else numbers / costs.encode
-            return parts * numbers / costs.average + encode + size / costs.hash + 3 * costs.fsync_s
-
-        if hubs == 1:
-            return at_one(num_parts)
-        hub = self.fleet.hub
-        sent = setting.contribution_bytes(fragment) * ON_THE_WIRE
-        up_s = max(hubs * sent / hub.downlink, sent / hub.uplink)
-        down_s = max(hubs * size * ON_THE_WIRE / hub.uplink, size * ON_THE_WIRE / hub.downlink)
-        return at_one(-(-num_parts // hubs)) + up_s + at_one(hubs) + down_s
+        encode = 0.0 if setting.codec.kind == "topk" else numbers / costs.encode
+        written = setting.average_bytes(fragment, num_parts) / costs.hash + 3 * costs.fsync_s
+        return num_parts * numbers / costs.average + encode + written
 
     # Members.
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from isles.plan.simulate.absence import Absence
@@ -63,15 +64,15 @@ def settled(fleet: FleetConfig, setting: SimulationSettings) -> SimulationSettin
     num, hub = fleet.num_clusters, fleet.hub
     wait_s, step_s = [], []
     for config in fleet.clusters:
-        up = min(link_rate(config.uplink, config, setting), hub.hubs * hub.downlink / num)
-        down = min(link_rate(config.downlink, config, setting), hub.hubs * hub.uplink / num)
+        up = min(link_rate(config.uplink, config, setting), hub.downlink / num)
+        down = min(link_rate(config.downlink, config, setting), hub.uplink / num)
         fragments = range(setting.num_fragments)
         sent = sum(setting.contribution_bytes(fragment) for fragment in fragments)
         received = sum(setting.average_bytes(fragment, num) for fragment in fragments)
         wait_s.append(1.05 * (sent / up + received / down))
         step_s.append(step_seconds(config, setting))
     every = auto_sync_every(wait_s, step_s, setting.max_sync_overhead)
-    return setting.with_outer(sync_every=every)
+    return replace(setting, sync_every=every, warmup_rounds=0)
 
 
 def step_seconds(config: GroupConfig, setting: SimulationSettings) -> float:

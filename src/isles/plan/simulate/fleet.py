@@ -88,10 +88,6 @@ class HubConfig(Section):
     cpu: Annotated[float, Field(gt=0)] = 1.0
     """Speed of one of its cores, relative to the core of docs/benchmarks.md."""
 
-    hubs: Annotated[int, Field(ge=1, le=10_000)] = 1
-    """Hubs of a second level, if more than one. isles does not have this level yet. Each hub has a
-    link as above, averages its share of the clusters, and is a client of one root."""
-
 
 class GroupConfig(Section):
     """A group of equal clusters."""

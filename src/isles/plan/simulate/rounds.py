@@ -51,10 +51,10 @@ class Committed:
 
 
 class Threads:
-    """The threads of the hubs that measure and average: first come, first served."""
+    """The threads of the hub that measure and average: first come, first served."""
 
-    def __init__(self, hubs: int) -> None:
-        self.number = NUMBER_THREADS * hubs
+    def __init__(self) -> None:
+        self.number = NUMBER_THREADS
         self._free_at = [0.0] * self.number
         self.busy_s = 0.0
 
@@ -75,14 +75,14 @@ class Threads:
 class Hub:
     """Rounds by outer step, and the rule that closes them; see `isles.outer.hub.rounds`."""
 
-    def __init__(self, setting: SimulationSettings, hubs: int) -> None:
+    def __init__(self, setting: SimulationSettings) -> None:
         self._setting = setting
         self.next = 0
         """The next outer step to commit."""
         self.rounds: dict[int, Round] = {}
         self.living: dict[Member, None] = {}
         self.committed: list[Committed] = []
-        self.threads = Threads(hubs)
+        self.threads = Threads()
         self.is_away = False
         self.kept: dict[int, int] = {}
         """Number of parts of each available average, by outer step."""

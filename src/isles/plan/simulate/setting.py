@@ -148,26 +148,6 @@ class SimulationSettings:
         place = outer_step % self.num_fragments + 1
         return before + place * self.sync_every_at(outer_step) // self.num_fragments
 
-    def with_outer(
-        self,
-        *,
-        sync_every: int | None = None,
-        num_fragments: int | None = None,
-        delay: int | None = None,
-        codec: CodecConfig | None = None,
-    ) -> SimulationSettings:
-        """The same run with other outer steps. A new number of fragments splits it evenly."""
-        changes: dict[str, Any] = {}
-        if sync_every is not None:
-            changes |= {"sync_every": sync_every, "warmup_rounds": 0}
-        if num_fragments is not None and num_fragments != self.num_fragments:
-            changes["fragments"] = tuple(equal_fragments(self.parameters, num_fragments))
-        if delay is not None:
-            changes["delay"] = delay
-        if codec is not None:
-            changes |= {"codec": codec, "costs": CODEC_COSTS[codec.kind]}
-        return replace(self, **changes)
-
 
 def setting_of(loaded: Loaded, *, parameters: int | None = None) -> SimulationSettings:
     """Settings of a run file.

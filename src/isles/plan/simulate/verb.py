@@ -17,11 +17,9 @@ from isles.config.load import Loaded
 from isles.errors import ExitCode, MissingDependencyError, UserError
 from isles.facts.console import Console
 from isles.facts.units import format_bytes, format_count, format_duration, plural
-from isles.plan.simulate.capacity import Capacity, capacity
 from isles.plan.simulate.engine import settled, simulate
-from isles.plan.simulate.fleet import FleetConfig, Planned, fleet_of, load_fleet
+from isles.plan.simulate.fleet import Planned, fleet_of, load_fleet
 from isles.plan.simulate.result import Result, Span
-from isles.plan.simulate.search import SearchResult, search
 from isles.plan.simulate.setting import SimulationSettings, setting_of
 
 DAY_H = 24.0
@@ -102,17 +100,10 @@ def simulate_run(
     if hours is None and setting.max_steps is None:
         hours = DAY_H
     result = simulate(fleet, setting, hours=hours, seed=seed)
-    limits, found = capacity(fleet, setting), search(fleet, setting)
     if as_json:
-        figures = result.figures() | {
-            "assumed": notes,
-            "one_hub": {"carries": limits.first.clusters, "until": limits.first.what},
-            "limits": [asdict(limit) for limit in limits.limits],
-            "search": asdict(found),
-        }
-        print_line(json.dumps(figures))
+        print_line(json.dumps(result.figures() | {"assumed": notes}))
     else:
-        print_line(report(fleet, setting, result, limits, found, notes))
+        print_line(report(setting, result, notes))
     if png is not None:
         _draw(result, png)
     return ExitCode.OK
@@ -138,28 +129,19 @@ def _draw(result: Result, path: Path) -> None:
         )
 
 
-def report(
-    fleet: FleetConfig,
-    setting: SimulationSettings,
-    result: Result,
-    limits: Capacity,
-    found: SearchResult | None,
-    notes: Sequence[str],
-) -> str:
+def report(setting: SimulationSettings, result: Result, notes: Sequence[str]) -> str:
     """The whole text of `isles plan --simulate`."""
-    parts = [
+    lines = [
         *_head(setting, result),
         *(f"  assumed: {note}" for note in notes),
         "",
         _table_text(_groups(result)),
         "",
-        *_hub(fleet, setting, result, limits),
+        _hub(setting, result),
         "",
         *timeline(result),
     ]
-    if found is not None:
-        parts += ["", *_found(found)]
-    return "\n".join(parts)
+    return "\n".join(lines)
 
 
 def _head(setting: SimulationSettings, result: Result) -> list[str]:
@@ -216,32 +198,15 @@ def _groups(result: Result) -> Table:
     return table
 
 
-def _hub(
-    fleet: FleetConfig, setting: SimulationSettings, result: Result, limits: Capacity
-) -> list[str]:
-    num = result.num_clusters
-    lines = [
+def _hub(setting: SimulationSettings, result: Result) -> str:
+    fragments = range(setting.num_fragments)
+    stored = result.num_clusters * max(map(setting.contribution_bytes, fragments))
+    return (
         f"hub: downlink busy {result.hub_in_busy:.0%}, uplink {result.hub_out_busy:.0%} of the "
         f"time, received {format_bytes(result.hub_received_bytes)}, "
         f"sent {format_bytes(result.hub_sent_bytes)}, "
-        f"stores {format_bytes(limits.disk_bytes)} per outer step",
-        f"  one hub can serve {limits.first.clusters} of these clusters; the first limit is "
-        f"{limits.first.what}. Further limits:",
-    ]
-    lines += [f"    {limit.clusters:>9}  {limit.what}" for limit in limits.limits[1:]]
-    if num > limits.first.clusters and fleet.hub.hubs == 1:
-        lines.append(
-            f"  WARNING: one hub cannot serve {plural(num, 'cluster')}. With a second level, which "
-            f"isles does not have yet, {plural(limits.hubs, 'hub')} below a root could: simulate "
-            f"it with hub.hubs: {limits.hubs} in the fleet file"
-        )
-    if limits.hubs > 1:
-        lines.append(
-            f"  a second level, which isles does not have yet, could serve {limits.two_levels} "
-            f"clusters; with {plural(limits.hubs, 'hub')} it adds {limits.root_s:.1f} s to an "
-            "outer step"
-        )
-    return lines
+        f"stores {format_bytes(stored)} per outer step"
+    )
 
 
 def timeline(result: Result) -> list[str]:
@@ -290,19 +255,3 @@ def _row(spans: Iterable[Span], begin: float, end: float) -> str:
                 column = columns[index]
                 column[span.state] = column.get(span.state, 0.0) + right - left
     return "".join(SIGNS[max(c, key=lambda state: c[state])] if c else " " for c in columns)
-
-
-def _found(found: SearchResult) -> list[str]:
-    lines = [
-        f"goodput with other settings, without failures and with rounds up to sync_every (now: "
-        f"{found.now:.1%}); * marks the setting that learns best among the fastest:"
-    ]
-    for key in dict.fromkeys(trial.key for trial in found.trials):
-        own = [trial for trial in found.trials if trial.key == key]
-        values = ", ".join(f"{t.value}{'*' if t.is_best else ''} {t.goodput:.1%}" for t in own)
-        lines.append(f"  {key:<10} {values}")
-    if found.together:
-        lines.append(f"  together: outer: {{{found.together}}} gives {found.goodput:.1%}")
-    else:
-        lines.append("  together: the links are too slow, even for sync_every 2000")
-    return lines
