@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from isles.config.sections.training import learning_rate
-from isles.errors import ExitCode, TrainingError
-from isles.outer.hub.rules import FINISHED_FIX, FINISHED_WHAT
+from isles.errors import ExitCode
 from isles.train.host import collect_garbage, collecting_at_steps
 from isles.train.parts import Parts
 from isles.train.stop import NOW, TIME_IS_UP, Decision, StopBeforeTraining
@@ -127,17 +126,12 @@ def finish_together(parts: Parts) -> int:
 
     Returns:
         As `end_together`. If it is a stop, everything is saved.
-
-    Raises:
-        TrainingError: other clusters have trained every step, so this run has no result.
     """
     if parts.progress.step == parts.total_steps and not parts.progress.tokens:
-        raise TrainingError(
-            f"this cluster trained none of the {parts.total_steps} steps, so it does not export a "
-            f"model: {FINISHED_WHAT}",
-            where="outer",
-            fix=FINISHED_FIX,
-            id="outer.finished",
+        # It joined so late that averages of the other clusters have brought it to the last step.
+        parts.recorder.note(
+            f"this cluster trained none of the {parts.total_steps} steps: its model is the one of "
+            "the other clusters"
         )
     stop = end_together(parts) if parts.progress.step == parts.total_steps else 0
     if stop:
