@@ -26,10 +26,11 @@ PASSWORD, KEY, TOKEN = "correct horse battery", "k-5f2a-of-a-service", "hf_thisM
 @pytest.mark.long
 def test_a_run_is_well_then_a_rank_freezes_and_a_report_tells_no_secret(run_file: Path) -> None:
     cwd, attempt = run_file.parent, the_run(run_file).attempt(1)
-    secrets = {"HF_TOKEN": TOKEN, "MY_SERVICE_KEY": KEY}
-    words = (f"clusters.0.environment.variables.DB_PASS={PASSWORD}", "clusters.0.gpus_per_node=2")
+    secrets = {"HF_TOKEN": TOKEN, "MY_SERVICE_KEY": KEY, "DB_PASS": PASSWORD}
     with nothing_left(cwd):
-        command = Command("train", str(run_file), *words, *LONG, cwd=cwd, env=secrets)
+        command = Command(
+            "train", str(run_file), "clusters.0.gpus_per_node=2", *LONG, cwd=cwd, env=secrets
+        )
         command.until(attempt.fleet.exists)
         waited = isles("status", "tiny", "--check", "--wait", "9m", cwd=cwd)
         shown = waited.out.splitlines()
