@@ -130,8 +130,8 @@ def finish_together(parts: Parts) -> int:
     if parts.progress.step == parts.total_steps and not parts.progress.tokens:
         # It joined so late that averages of the other clusters have brought it to the last step.
         parts.recorder.note(
-            f"this cluster trained none of the {parts.total_steps} steps: its model is the one of "
-            "the other clusters"
+            f"this cluster trained none of the {parts.total_steps} steps, and ends with the "
+            "weights of the other clusters"
         )
     stop = end_together(parts) if parts.progress.step == parts.total_steps else 0
     if stop:
