@@ -401,7 +401,7 @@ def _allocator_options() -> str:
 
 
 def _torch_version() -> tuple[int, ...]:
-    # Of the files, because the control wing does not import torch.
+    # Read from the installed files, because the control wing does not import torch.
     try:
         numbers = metadata.version("torch").split(".")[:2]
     except metadata.PackageNotFoundError:

@@ -321,8 +321,8 @@ class HubClient(OuterLink):
             case HubRefusal() if error.kind in JOIN_AGAIN or error.kind == "early":
                 # early: a hub that is gone committed it, and this hub does not know it.
                 log.info("rejoining: %s", error.what)
-            case HubRefusal() if error.kind == "ahead" and meeting.can_move_here():
-                pass
+            case HubRefusal() if error.kind == "ahead" and meeting.move_here():
+                log.info("moving the hub here: %s", error.what)
             case HubRefusal() if (error.kind in _WILL_PASS and refused_s < _PATIENCE_S) or (
                 error.kind in WHO_IS_THERE and client.state.is_joined
             ):

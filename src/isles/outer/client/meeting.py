@@ -268,9 +268,12 @@ class Meeting(Protocol):
         """Note that this cluster was accepted, so its weights are the run's."""
         return
 
-    def can_move_here(self) -> bool:
-        """Whether the place moves to this cluster, which has applied more outer steps than are
-        known there."""
+    def move_here(self) -> bool:
+        """Move the place to this cluster, which has applied more outer steps than are known there.
+
+        Returns:
+            False: this kind of place does not move.
+        """
         return False
 
     def explain(self, why: str) -> str:

@@ -390,7 +390,7 @@ class HivemindMeeting(Meeting):
         if self._node is not None:
             self._node.has_joined()
 
-    def can_move_here(self) -> bool:
+    def move_here(self) -> bool:
         if self._node is not None:
             self._node.knows_more()
         return self._node is not None
